@@ -5,6 +5,8 @@
 import atexit
 import math
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import MatrixCodec
@@ -24,6 +27,7 @@ from gradwire.collectives.torch_internals import (
     OUTSIDE_BACKWARD,
     graph_task,
     move_storage,
+    uncompiled,
     when_backward_ends,
 )
 from gradwire.trainer.checkpoint import damage_named
@@ -38,7 +42,7 @@ from gradwire.trainer.reducer.setup import Combination
 from gradwire.trainer.reducer.streams import Background, gpus, on_streams, refuse_capture, synchronize
 from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
 from gradwire.trainer.reducer.trials import PlanTrials
-from gradwire.trainer.reducer.weights import WeightsByCall
+from gradwire.trainer.reducer.weights import Weights
 from gradwire.trainer.world.world import names_rank
 
 UNSETTLED_STEPS = 2
@@ -117,7 +121,10 @@ class CompressionHook:
         self._plain: dict[int, PlainBuffer] = {}  # by the index of a bucket of DDP, of which it has the memory
         self._before: list[Tensor] = []  # memory that buckets had before, where NumPy arrays may point to it
         self._residuals = Residuals()
-        self._weights = WeightsByCall()
+        self._weights = Weights()
+        self._hooks: dict[Tensor, RemovableHandle] = {}  # which count passes for the weights
+        self._graph_task = OUTSIDE_BACKWARD
+        self._arrivals = threading.Lock()  # autograd calls hooks from one thread per device
         self._loaded: list[dict[str, Any]] = []  # loaded buffers with parameters that DDP has not come with yet
 
     def __call__(
@@ -147,7 +154,12 @@ class CompressionHook:
         if self._loaded:
             self._make_loaded(buffer.device)
         if self._weights.is_used:
-            self._multiply(buffer, gradients, is_first=bucket.index() == 0)
+            if bucket.index() == 0:
+                self._agree_on_weights()
+            if self._weights.factor:
+                buffer.mul_(self._weights.factor)
+            else:
+                buffer.zero_()  # whatever a rank without samples has computed
         if self._chosen and self._settled:
             self._choose(bucket.index(), numbers, buffer)
         kinds: dict[Encoding | None, list[int]] = {}
@@ -201,31 +213,42 @@ class CompressionHook:
         """Set how many samples the gradients of the next backward() stand for: see DistributedOptimizer.weigh(). DDP's average is
         then sum(samples * gradient) / sum(samples).
 
-        Call it directly before each backward(), also those in no_sync(). Every rank calls backward(), as DDP needs it, also one
-        without samples. Raises RuntimeError if it is called twice before the first exchange, and named_parameters was not given,
-        since the hook does not know the parameters then."""
-        parameters = self._numbers if self._names is None else self._names
-        if not parameters and self._weights.is_used:
-            raise RuntimeError(
-                f"{self._here}weigh() was called twice before the first exchange: give named_parameters to ddp_comm_hook()"
-            )
-        with names_rank:
-            self._weights.weigh(samples, {id(each): each.grad for each in parameters if each.grad is not None})
+        Every rank calls it before each backward(), also those in no_sync(). A rank without samples calls backward() too, as DDP
+        needs it. A rank in DDP's join() has no samples. If the exchange raises ValueError, DDP cannot go on.
 
-    def _multiply(self, buffer: Tensor, gradients: Mapping[int, Tensor], *, is_first: bool) -> None:
-        """Multiply the gradients of a bucket by this rank's factor. The first bucket of a step waits until the samples of all
-        ranks are known. buffer: the memory of the gradients."""
-        if is_first:
-            self._weights.begin_pass()
-        if self._weights.kept is not None:
-            for parameter, number in self._numbers.items():
-                if number in gradients:
-                    self._weights.before_pass(id(parameter), gradients[number])
+        Needs named_parameters of ddp_comm_hook(); raises RuntimeError without."""
+        if self._names is None:
+            raise RuntimeError(
+                f"{self._here}weigh() needs named_parameters: ddp_comm_hook(..., model.named_parameters())"
+            )
+        for index, parameter in enumerate(self._names):
+            if parameter.requires_grad and parameter not in self._hooks:
+                hook = partial(CompressionHook._arrived, weakref.ref(self), index)
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+        accumulated = [(index, parameter.grad) for index, parameter in enumerate(self._names)]
+        with names_rank:
+            has_passes = self._weights.passes
+            self._weights.weigh(samples, {i: grad for i, grad in accumulated if has_passes and grad is not None})
+
+    @staticmethod
+    @uncompiled
+    def _arrived(hook: "weakref.ref[CompressionHook]", index: int, parameter: Tensor) -> None:
+        """Note a gradient that autograd has just accumulated in parameter.grad, before DDP does."""
+        self = hook()
+        if self is None:
+            return
+        with self._arrivals:
+            if (task := graph_task()) != self._graph_task:
+                self._graph_task = task
+                self._weights.begin_pass()
+            if self._weights.discards_pass and parameter.grad is not None:
+                parameter.grad = self._weights.undo_pass(index, parameter.grad)
+
+    def _agree_on_weights(self) -> None:
+        """Wait until the samples of all ranks are known, before the first bucket of a step."""
+        if graph_task() == OUTSIDE_BACKWARD and not self._weights.passes:  # as in DDP's join()
+            self._weights.weigh(0, {})
         self._weights.agree(self._open())
-        if self._weights.factor not in (0.0, 1.0):
-            buffer.mul_(self._weights.factor)
-        elif not self._weights.factor:
-            buffer.zero_()
 
     @property
     def stats(self) -> ExchangeStats:
@@ -285,6 +308,8 @@ class CompressionHook:
     def close(self) -> None:
         """Finish running exchanges and close the Communicator. The hook cannot be called any more."""
         self._closed = True
+        for hook in self._hooks.values():
+            hook.remove()
         atexit.unregister(self._background.close)
         self._background.close(_CLOSE_S)
         if self._combination is not None:

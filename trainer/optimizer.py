@@ -287,19 +287,23 @@ class DistributedOptimizer(WrappingOptimizer):
         """Set how many samples the gradients of the next backward() stand for, so that ranks may have batches of different sizes.
         The exchange then gives the gradient of the joint batch, sum(samples * gradient) / sum(samples) over the ranks.
 
-        samples: the number of samples, or of tokens, over which the loss of this rank is a mean. A rank that has none gives 0. It
-        need not call backward(), and if it does, the gradients of this pass do not count, even if they are NaN. If gradients of
-        several passes are accumulated, their samples add up, and the result is the mean over all of them: do not divide losses
-        by the number of passes. With op=Sum, the result is sum(samples * gradient). step(closure) weighs the loss by the samples
-        of the step. With rules.LocalUpdates, samples weigh the pseudo-gradients.
+        samples: the number of samples, or of tokens, over which the loss of this rank is a mean. A rank without samples gives 0.
+        The gradients of its next backward() do not count, even if they are NaN, and it need not call backward(), unless one
+        backward() of the other ranks reaches several optimizers.
 
-        Either all ranks call it before each of their passes, or none does. It sends nothing: the ranks sum their samples when
-        the exchange begins, before gradients are sent. Call zero_grad() before gradients are added to those of an exchange.
-        docs/guides/machines-that-differ.md is the guide.
+        Once a rank calls it, all ranks call it before each backward(), and once in a step without backward(). It sends nothing:
+        the ranks sum their samples at the beginning of the exchange, before gradients are sent.
 
-        Raises TypeError unless samples is a number, and RuntimeError with op=Adasum. The exchange raises ValueError on all ranks
-        for samples that are negative, infinite or NaN, for a pass without weigh(), and if the samples of all ranks add up to 0.
-        It raises Mismatch if some ranks have never called weigh().
+        If several passes are accumulated, their samples add up, and the result is the mean over all of them, so do not divide
+        losses by the number of passes. Until the exchange, parameter.grad has another unit. With op=Sum, the result is
+        sum(samples * gradient). step(closure) weighs the loss by the samples of the step; a rank without samples returns a number
+        or a tensor like the others, whose value does not count. With rules.LocalUpdates, the samples since the last exchange
+        weigh the pseudo-gradients. docs/guides/machines-that-differ.md is the guide.
+
+        Raises TypeError unless samples is a number, and RuntimeError with op=Adasum, and outside of the process set. The exchange
+        raises ValueError on all ranks, and training can go on with the next batch, if samples are negative, infinite or NaN, if a
+        pass was without weigh(), or if the samples of all ranks add up to 0. It raises Mismatch if some ranks have never called
+        weigh().
         """
         with names_rank:
             self.attachment.rule.weigh(samples)

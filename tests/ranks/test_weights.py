@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +190,8 @@ def test_a_sum_has_the_gradients_of_all_samples() -> None:
 def test_samples_may_be_fractions_and_tensors() -> None:
     model, rank = Scale(), hvd.rank()
     assert model.push((3.0, 5.0)[rank], (0.5, torch.tensor(1.5))[rank]) == 4.5
+    model.optimizer.zero_grad()
+    assert model.push((3.0, 5.0)[rank], (np.int64(1), np.float32(3))[rank]) == 4.5
 
 
 @on_ranks(2)
@@ -225,6 +228,97 @@ def test_zero_grad_forgets_passes_but_not_the_next_weight() -> None:
     model.optimizer.zero_grad()
     model.push((3.0, 5.0)[rank], None)
     assert model.push(0.0, (1, 3)[rank]) == pytest.approx(18 / 8)
+
+
+@pytest.mark.parametrize("discard", ["None", "zeros"])
+@on_ranks(2)
+def test_passes_that_the_program_discards_do_not_count(discard: str) -> None:
+    model, rank = Scale(), hvd.rank()
+    with model.optimizer.no_sync():
+        model.push(100.0, 9)
+    model.zero_grad(set_to_none=discard == "None")
+    assert model.push((3.0, 5.0)[rank], (1, 3)[rank]) == 4.5
+
+
+@on_ranks(2)
+def test_an_exchange_that_has_failed_leaves_nothing() -> None:
+    model, rank = Scale(backward_passes_per_step=2), hvd.rank()
+    model.push(1.0, (1, 3)[rank])
+    with pytest.raises(KeyError):
+        failing_backward(model.weight)
+    model.optimizer.synchronize()
+    model.optimizer.zero_grad()
+    model.push((3.0, 5.0)[rank], (9, 1)[rank])
+    assert model.push((3.0, 5.0)[rank], (9, 1)[rank]) == pytest.approx(3.2)
+
+
+def failing_backward(weight: Tensor) -> None:
+    def fail(gradient: Tensor) -> None:
+        raise KeyError("from a hook of the user")
+
+    hook = weight.register_hook(fail)
+    try:
+        (weight * 2).sum().backward()
+    finally:
+        hook.remove()
+
+
+@on_ranks(2)
+def test_an_average_may_be_added_to() -> None:
+    """As without weights."""
+    model, rank = Scale(), hvd.rank()
+    assert model.push((3.0, 5.0)[rank], (1, 3)[rank]) == 4.5
+    assert model.push((3.0, 5.0)[rank], (3, 1)[rank]) == 4.5 + 3.5
+    model.optimizer.weigh((2, 7)[rank])
+    model.optimizer.step()
+    assert float(model.weight.grad) == 8.0  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_parameter_that_only_a_rank_without_samples_uses() -> None:
+    """It has no gradient, as in the joint batch, and does not move."""
+    both, one = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([both, one], lr=1.0, weight_decay=0.5))
+    optimizer.weigh(hvd.rank())
+    (both + one if hvd.rank() == 0 else both).sum().backward()
+    optimizer.step()
+    assert one.grad is None
+    assert (float(both), float(one)) == (-1.0, 1.0)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_unfrozen() -> None:
+    first, later = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1), requires_grad=False)
+    optimizer = distributed([first, later], backward_passes_per_step=2)
+    for _ in range(2):
+        optimizer.weigh(1)
+        first.sum().backward()
+    optimizer.zero_grad()
+    later.requires_grad_(True)
+    optimizer.weigh(0)
+    ((first + later) * float("nan")).sum().backward()
+    optimizer.weigh(2)
+    (first + later).sum().backward()
+    assert (first.grad, later.grad) == (torch.ones(1), torch.ones(1))
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+@on_ranks(2)
+def test_optimizers_of_one_backward_in_any_order(at_end: bool) -> None:
+    """Ranks reach them in different orders, and one rank has no samples in some steps."""
+    models = [perceptron(seed) for seed in range(2)]
+    plan = hvd.ExchangePlan(None, at_end=at_end)
+    optimizers = [distributed(model.parameters(), lr=0.1, exchange_plan=plan) for model in models]
+    rank = hvd.rank()
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            optimizer.weigh(rank if step % 2 else 1 + rank)
+        order = models if rank else models[::-1]
+        torch.stack([loss_of(model, batches(step, (2, 2), 2)[rank]) for model in order]).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_on_all_ranks([parameter for model in models for parameter in model.parameters()])
 
 
 @on_ranks(2)
@@ -433,7 +527,8 @@ def simulated(size: int, *, every: int, count: int, fragments: int = 1) -> list[
 def test_local_updates_weigh_pseudo_gradients_by_all_samples_since_the_last(count: int, fragments: int) -> None:
     model, every = perceptron(), 6 if fragments > 1 else 3
     rule = hvd.rules.LocalUpdates(every=every, fragments=fragments)
-    train_together(model, hvd.DistributedOptimizer(momentum(model), rule=rule), CHANGING, count=count)
+    optimizer = hvd.DistributedOptimizer(momentum(model), rule=rule, backward_passes_per_step=count)
+    train_together(model, optimizer, CHANGING, count=count)
     expected = simulated(3, every=every, count=count, fragments=fragments)[hvd.rank()]
     for mine, theirs in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(mine.detach(), theirs, rtol=0, atol=1e-6 * float(theirs.abs().max()))
@@ -461,17 +556,28 @@ def test_local_updates_resume_bit_for_bit(warmup_steps: int) -> None:
 @on_ranks(2)
 def test_local_updates_need_a_weight_for_each_step() -> None:
     model = perceptron()
-    optimizer = hvd.DistributedOptimizer(momentum(model), rule=hvd.rules.LocalUpdates(every=3))
-    train_together(model, optimizer, (1, 4), range(1))
-    for step in range(1, 3):
+    optimizer = hvd.DistributedOptimizer(momentum(model), rule=hvd.rules.LocalUpdates(every=2))
+    for step in range(2):
         optimizer.zero_grad()
-        if step == 2 or hvd.rank() == 0:
+        if step:
             optimizer.weigh(2)
         loss_of(model, batches(step, (2, 2), 2)[hvd.rank()]).backward()
-        if step == 1:
+        if not step:
             optimizer.step()
-    with pytest.raises(ValueError, match=r"^rank 1: "):
+    with pytest.raises(ValueError, match="rank 1: weigh"):
         optimizer.step()
+    train_together(model, optimizer, (1, 4), range(4))
+
+
+@on_ranks(2)
+def test_local_updates_of_a_host_without_samples() -> None:
+    """Its inner ranks do not move, and their pseudo-gradients do not count."""
+    inner = [hvd.add_process_set([0]), hvd.add_process_set([1])]
+    model, alone = perceptron(), perceptron()
+    rule = hvd.rules.LocalUpdates(every=2, inner=inner[hvd.rank()])
+    train_together(model, hvd.DistributedOptimizer(momentum(model), rule=rule), (0, 5), range(2))
+    train_alone(alone, momentum(alone), (0, 5), 2, range(2))
+    assert_close(model, alone)
 
 
 @pytest.mark.parametrize(("view", "count"), [(False, 1), (True, 1), (True, 3)])
@@ -502,7 +608,7 @@ def test_ddp_with_a_codec_has_no_bias() -> None:
     module = nn.Linear(64, 64, bias=False)
     with torch.no_grad():
         module.weight.zero_()
-    ddp, hook = DistributedDataParallel(module), hvd.ddp_comm_hook("onebit")
+    ddp, hook = DistributedDataParallel(module), hvd.ddp_comm_hook("onebit", module.named_parameters())
     ddp.register_comm_hook(None, hook)
     constant = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
     total, errors = torch.zeros(64, 64), {}
@@ -521,9 +627,36 @@ def test_ddp_with_a_codec_has_no_bias() -> None:
 
 
 @on_ranks(2, initialized=False)
+def test_a_rank_in_ddps_join_has_no_samples() -> None:
+    module, alone = perceptron(), perceptron()
+    ddp, hook = DistributedDataParallel(module), hvd.ddp_comm_hook("none", module.named_parameters())
+    ddp.register_comm_hook(None, hook)
+    optimizer, plain = torch.optim.SGD(module.parameters(), lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
+    with ddp.join():
+        for step in range(2 + dist.get_rank()):
+            optimizer.zero_grad()
+            mine = batches(step, (1, 4), 2)[dist.get_rank()]
+            hook.weigh(len(mine[0]))
+            loss_of(ddp, mine).backward()
+            optimizer.step()
+    for step in range(3):
+        plain.zero_grad()
+        loss_of(alone, joined(batches(step, (1, 4), 2)[step // 2 :])).backward()
+        plain.step()
+    assert_close(module, alone)
+    hook.close()
+
+
+@on_ranks(1, initialized=False)
+def test_weights_of_ddp_need_the_parameters() -> None:
+    with pytest.raises(RuntimeError, match="named_parameters"):
+        hvd.ddp_comm_hook("none").weigh(3)
+
+
+@on_ranks(2, initialized=False)
 def test_ddp_refuses_what_is_no_count() -> None:
     module = nn.Linear(3, 3)
-    ddp, hook = DistributedDataParallel(module), hvd.ddp_comm_hook("none")
+    ddp, hook = DistributedDataParallel(module), hvd.ddp_comm_hook("none", module.named_parameters())
     ddp.register_comm_hook(None, hook)
     hook.weigh(-1 if dist.get_rank() else 2)
     with pytest.raises(ValueError, match=r"rank 1: weigh\("):
@@ -594,12 +727,34 @@ def test_samples_of_another_type() -> None:
 
 
 @on_ranks(2)
-def test_results_are_not_added_to() -> None:
-    """An average over the samples of one exchange is none over those of the next."""
-    model, rank = Scale(), hvd.rank()
-    model.push(1.0, 1 + rank)
-    with pytest.raises(RuntimeError, match="zero_grad"):
+def test_passes_are_not_added_to_an_average() -> None:
+    """The average of an exchange stands for other samples than those passes."""
+    model, rank = Scale(backward_passes_per_step=2), hvd.rank()
+    model.push(1.0, 2)
+    assert model.push(1.0, 1 + rank) == 1.0
+    model.push(1.0, 2)
+    with pytest.raises(ValueError, match=r"rank 1: .*zero_grad"):
         model.push(1.0, 1 + rank)
+
+
+@on_ranks(2)
+def test_a_sum_is_not_summed_again() -> None:
+    model = Scale(op=hvd.Sum)
+    assert model.push(1.0, 1) == 2.0
+    model.optimizer.step()
+    model.optimizer.weigh(1)
+    with pytest.raises(ValueError, match=r"rank 1: .*zero_grad"):
+        model.optimizer.step()
+
+
+@on_ranks(2)
+def test_a_rank_outside_of_the_process_set_has_no_weights() -> None:
+    model = Scale(process_set=hvd.add_process_set([0]))
+    if hvd.rank():
+        with pytest.raises(RuntimeError, match="process_set"):
+            model.optimizer.weigh(3)
+    else:
+        assert model.push(4.0, 3) == 4.0
 
 
 @on_ranks(2)

@@ -273,14 +273,19 @@ class Bucket:
         assert gradient is not None
         held_here(gradient).mul_(factor)
 
+    def discard(self) -> None:
+        """Discard this rank's gradients, even NaN. The program's own tensors remain, with zeros."""
+        for slot, parameter in enumerate(self.parameters):
+            if slot in self.own_grads:
+                self.own_grads[slot].zero_()
+            else:
+                parameter.grad = None
+
     def launch(self, step: int, residuals: Residuals, factor: float, *, awaited: bool = False) -> None:
         """Copy in this rank's gradients, multiply them by a factor, add their residuals, and begin the exchange. Do not use the
-        gradients until it is done. step: the number of earlier exchanges. factor: if it is 0, NaN become 0, too. awaited: see
-        PreparedOperation.start()."""
+        gradients until it is done. step: the number of earlier exchanges. awaited: see PreparedOperation.start()."""
         self.absent = self.copy_in()
-        if not factor:
-            self.memory.zero_()
-        elif factor != 1.0:
+        if factor != 1.0:
             self.memory.mul_(factor)
         if residuals:
             parts = {item: self.memory[span] for item, span in zip(self.items, self.spans, strict=True)}

@@ -43,8 +43,12 @@ _IN_FLIGHT = (
     "use_reentrant=True can"
 )
 _ON_A_SUM = (
-    "a gradient of {!r} was accumulated onto one that was summed over ranks before, or averaged with weights: call zero_grad() "
-    "of the distributed optimizer, or accumulate by backward_passes_per_step or no_sync()"
+    "a gradient of {!r} was accumulated onto one already summed over ranks: call zero_grad() of the distributed optimizer "
+    "before, or accumulate by backward_passes_per_step or no_sync()"
+)
+_ON_AN_AVERAGE = (
+    "several passes with weights were accumulated onto the gradient of {!r}, which is that of an earlier exchange: call "
+    "zero_grad() of the distributed optimizer before"
 )
 _OF_A_SHARE = (
     "the gradient of {!r} is that of an earlier exchange, of which each rank has its shard only: call zero_grad() of the "
@@ -122,7 +126,8 @@ class Reducer:
         self._background: Background | None = None
 
         self._exchanged = False
-        # The results to which backward() must not add, by parameter: all but averages without weights.
+        self._is_average = not (setup.in_shares or setup.op == Sum)
+        # By parameter, the results to which backward() must not add: sums, shares, and averages with weights in several passes.
         self._results: dict[int, Tensor] = {}
         self._filled: dict[int, Tensor] = {}
 
@@ -245,6 +250,8 @@ class Reducer:
     def weigh(self, samples: float | Tensor) -> None:
         """Set how many samples the gradients of the next pass stand for."""
         with self._lock:
+            if self._unhooked:
+                self._hook_parameters()
             grads = enumerate(map(_grad_of, self.parameters)) if self.has_unreduced else ()
             self.weights.weigh(samples, {index: grad for index, grad in grads if grad is not None})
 
@@ -313,10 +320,10 @@ class Reducer:
             gradient = parameter.grad
             if gradient is not None and gradient.requires_grad:
                 raise RuntimeError(_OF_A_GRAPH.format(bucket.names[slot]))
-            if self._results and self._results.pop(index, None) is gradient is not None:
+            if self._results and self._results.pop(index, None) is gradient is not None and not self._is_average:
                 raise RuntimeError((_OF_A_SHARE if self.setup.in_shares else _ON_A_SUM).format(bucket.names[slot]))
-            if self.weights.kept is not None and gradient is not None:
-                parameter.grad = self.weights.before_pass(index, gradient)
+            if self.weights.is_used and self.weights.discards_pass and gradient is not None:
+                parameter.grad = self.weights.undo_pass(index, gradient)
             self.has_unreduced = True
             is_final = hook_runs_last(parameter, self._hooks[index])
             if not is_final:
@@ -353,12 +360,27 @@ class Reducer:
 
     def _weigh_pass(self) -> None:
         """Count the samples of a pass. If its gradients are exchanged beside backward(), begin to sum those of all ranks."""
-        if self.weights.is_summing:
+        if self.weights.sum is not None:
             raise RuntimeError(_FAILED)
         self.weights.begin_pass()
-        if self.setup.passes.is_due() and not self.planner.plan.at_end:
+        is_due = self.setup.passes.is_due()
+        if self._is_average and not (is_due and self.weights.passes == 1):
+            self._refuse_results(_ON_AN_AVERAGE)
+        if is_due and not self.planner.plan.at_end:
             self.check_last()
-            self.weights.begin(self.setup.communicator)
+            self._begin_sum()
+
+    def _begin_sum(self, *, awaited: bool = False) -> None:
+        """Begin to sum the samples of all ranks, unless that has begun. awaited: see PreparedOperation.start()."""
+        if self.setup.op == Sum:
+            self._refuse_results(_ON_A_SUM)
+        self.weights.begin(self.setup.communicator, awaited=awaited)
+
+    def _refuse_results(self, message: str) -> None:
+        """Let all ranks raise ValueError if a gradient is that of an earlier exchange, which has other weights."""
+        for index, result in self._results.items():
+            if self.parameters[index].grad is result:
+                self.weights.fail(message.format(self.names[index]))
 
     def _on_full(self, bucket: Bucket) -> None:
         """Launch a bucket whose gradients have all arrived, and the full ones after it, if it is the next one and the exchange
@@ -380,10 +402,10 @@ class Reducer:
         if sparse.in_flight:
             raise RuntimeError(_IN_FLIGHT.format(name))
         parameter = self.parameters[index]
-        if self._results.pop(index, None) is parameter.grad is not None:
+        if self._results.pop(index, None) is parameter.grad is not None and not self._is_average:
             raise RuntimeError(_ON_A_SUM.format(name))
-        if self.weights.kept is not None and parameter.grad is not None:
-            parameter.grad = self.weights.before_pass(index, parameter.grad)
+        if self.weights.is_used and self.weights.discards_pass and parameter.grad is not None:
+            parameter.grad = self.weights.undo_pass(index, parameter.grad)
         self.has_unreduced = True
 
     # When backward() ends
@@ -408,14 +430,25 @@ class Reducer:
             passes = self.setup.passes
             is_due = passes.is_due()
             passes.ended += not passes.paused
-            if is_due:
+            # Do not wait here: another optimizer's callback may follow, and all must be launched before one waits.
+            if is_due and self.weights.is_used:
+                self._begin_sum(awaited=True)
+                with _in_flight_lock:
+                    _in_flight.add(self)
+                when_backward_ends(self._on_all_weighed)
+            elif is_due:
                 self._launch_all()
-                # Do not wait here: another optimizer's callback may follow, and all must be launched before one waits.
                 when_backward_ends(self._on_all_launched)
             else:  # the full ones are copied already
                 for bucket in self.layout.buckets:
                     if bucket.missing:
                         bucket.copy_in()
+
+    @uncompiled
+    def _on_all_weighed(self) -> None:
+        with self._lock:
+            self._launch_all()
+            when_backward_ends(self._on_all_launched)
 
     @uncompiled
     def _on_all_launched(self) -> None:
@@ -430,18 +463,18 @@ class Reducer:
         may_await = self.deferral is None and not layout.is_chained  # else another thread waits
         if self._unread is not None:
             self.check_last()
-        if self.weights.is_used:
-            self.weights.agree(self.setup)
-            if self.weights.factor:  # else this rank's gradients do not count
-                self._refuse_results()
+        if self.weights.is_used and self._launched == 0:
+            self._agree_on_weights()
         while self._launched < len(order):
             bucket = order[self._launched]
             if only_full and bucket.missing:
                 return
-            if self._results and not self.weights.is_used:
+            if self._results and not self._is_average:
                 self._prepare_results(bucket)
             self.times.bucket_ready(bucket.number, bucket.buffer.values.nbytes)
             awaited = may_await and (self.planner.plan.at_end or self._launched + 1 == len(order))
+            if not self.weights.factor:
+                bucket.discard()
             bucket.launch(self.step, self.residuals, self.weights.factor, awaited=awaited)
             self._is_incomplete |= bool(bucket.absent)
             self._launched += 1
@@ -457,11 +490,20 @@ class Reducer:
                     raise RuntimeError(_OF_A_SHARE.format(bucket.names[slot]))
                 bucket.scale(slot, 1 / self.setup.communicator.size)
 
-    def _refuse_results(self) -> None:
-        """Raise RuntimeError if a gradient is that of an earlier exchange, which stands for other samples than this one."""
-        for index, result in self._results.items():
-            if self.parameters[index].grad is result:
-                raise RuntimeError((_OF_A_SHARE if self.setup.in_shares else _ON_A_SUM).format(self.names[index]))
+    def _agree_on_weights(self) -> None:
+        """Wait until the samples of all ranks are known."""
+        if not self.weights.are_known:
+            self._begin_sum(awaited=True)
+            self._let_others_begin()
+        self.weights.agree(self.setup)
+
+    def _let_others_begin(self) -> None:
+        """Let the operations of the other Reducers begin, before this thread waits."""
+        with _in_flight_lock:
+            _in_flight.discard(self)
+            others = list(_in_flight)
+        for other in others:
+            other.begin()
 
     def _launch_all(self) -> None:
         """Launch all that is not launched yet; if operations depend on others, a thread completes them."""
@@ -470,6 +512,8 @@ class Reducer:
             return
         layout = self.layout
         if layout.sparse.items:
+            if not self.weights.factor:
+                layout.sparse.discard()
             layout.sparse.start(self.step, self.weights.factor)
         self._all_launched = True
         with _in_flight_lock:
@@ -480,6 +524,8 @@ class Reducer:
 
     def begin(self) -> None:
         """Let all operations that were launched begin, before this thread waits for others."""
+        if (summed := self.weights.sum) is not None:
+            summed.begin()
         for each in self.layout.operations:
             each.begin()
 
@@ -527,11 +573,7 @@ class Reducer:
         """Wait for the exchange of all buckets, assign the gradients, and close the window."""
         layout = self.layout
         begin_ns = time.perf_counter_ns()
-        with _in_flight_lock:
-            _in_flight.discard(self)
-            others = list(_in_flight)
-        for other in others:
-            other.begin()
+        self._let_others_begin()
         try:
             if self._completing is None:
                 self.complete()
@@ -567,7 +609,7 @@ class Reducer:
         self._exchanged = True
         if self.weights.is_used:
             self.weights.close()
-        if self.setup.in_shares or self.setup.op == Sum or self.weights.is_used:
+        if not self._is_average or self.weights.is_used:
             places = self.layout.places.items()
             self._results = {
                 **{index: bucket.own_grads.get(slot, bucket.gradients[slot]) for index, (bucket, slot) in places},

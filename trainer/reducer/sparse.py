@@ -86,8 +86,13 @@ class SparseGradients(OperationChain):
         """Return the devices of the parameters."""
         return [parameter.device for parameter in self._parameters]
 
+    def discard(self) -> None:
+        """Discard this rank's gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def start(self, step: int, factor: float = 1.0) -> None:
-        """Begin to exchange this rank's gradients, multiplied by a factor; if it is 0, this rank has none."""
+        """Begin to exchange this rank's gradients, multiplied by a factor. step: see OperationChain.start()."""
         self._factor = factor
         self.in_flight = True
         self._begin(self._operations())
@@ -157,7 +162,7 @@ class SparseGradients(OperationChain):
     def _rows_here(self, slot: int) -> Tensor | None:
         """Return this rank's gradient, coalesced and multiplied by the factor; None if there is none."""
         gradient = self._parameters[slot].grad
-        if gradient is None or not self._factor:
+        if gradient is None:
             return None
         rows = gradient.detach().to_sparse(1) if gradient.layout is torch.strided else gradient.detach().coalesce()
         untouched = self._combination.op == Sum and gradient is self._results.get(self.items[slot])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -15,9 +17,32 @@ from gradwire.trainer.reducer.setup import Combination
 
 MESSAGE_NUMEL: Final = 2
 """The elements of the message in which the ranks sum their samples: the samples, and the ranks with a fault. The buckets of a
-Reducer are larger."""
+Reducer are larger, since gradients are aligned."""
 
-_MISSING: Final = "backward() without weigh(): call weigh() before each backward(), on all ranks, or never"
+_MISSING: Final = (
+    "backward() without weigh(): either all ranks call it before each backward(), or none does. Checkpoints with "
+    "use_reentrant=True call backward() several times, and do not support it"
+)
+
+
+@dataclass
+class _Window:
+    """The passes of a rank from one exchange to the next.
+
+    passes: their number. samples: those of all of them. unit: by what parameter.grad must be multiplied to get the sum of
+    samples * gradient over the passes. next: the samples of the next pass, once they are known. before: the gradients from before
+    the present pass, by parameter, if it stands for no samples. fault: text of the ValueError that all ranks raise in the
+    exchange. sum: the running sum of the samples of all ranks. is_agreed: whether the factors are those of this window.
+    """
+
+    passes: int = 0
+    samples: float = 0.0
+    unit: float = 0.0
+    next: float | None = None
+    before: dict[int, Tensor] | None = None
+    fault: str = ""
+    sum: Work | None = None
+    is_agreed: bool = False
 
 
 class Weights:
@@ -27,163 +52,141 @@ class Weights:
     ranks. The ranks sum their samples before they send gradients, so everything that they send has the unit of the result:
     buckets, codecs, shards and residuals are the same as without weights, and residuals stay right when the samples change.
 
-    Within a window, parameter.grad * unit is the sum of samples * gradient over the passes. To keep it so, weigh() multiplies
-    accumulated gradients if a pass has more or fewer samples than the one before.
+    backward() adds gradients of mean losses to parameter.grad. So if a pass has other samples than the one before, weigh()
+    multiplies the accumulated gradients, so that samples of both passes count alike.
 
-    is_used: whether weigh() was ever called; from then on, every pass needs it. factor: by what the last exchange multiplied this
-    rank's gradients. loss_factor: by what the mean loss of this rank's samples is multiplied. Both are 1.0 without weights.
-    samples: those of this rank in the last window. kept: while a pass stands for no samples, the gradients before it, by
-    parameter; None in other passes. fault: text of the ValueError that all ranks will raise in the exchange.
+    is_used: whether weigh() was ever called; from then on, every pass needs it. may_be_empty: whether no rank needs to have
+    samples. factor: by what the last exchange multiplied this rank's gradients. loss_factor: by what the mean loss of this rank's
+    samples is multiplied. Both are 1.0 without weights. samples: those of this rank in the last exchange.
     """
 
     def __init__(self) -> None:
-        self.is_used = False
+        self.is_used = self.may_be_empty = False
         self.factor = self.loss_factor = 1.0
         self.samples = 0.0
-        self.fault = ""
+        self._window = _Window()
         self._message: Tensor | None = None
-        self._sum: PreparedOperation | None = None
-        self._work: Work | None = None  # the running sum
-        self._is_agreed = False
-        self._next: float | None = None  # the samples of the next pass
-        self._counted = self._unit = 0.0
-        self._passes = 0
-        self.kept: dict[int, Tensor] | None = None
+        self._operation: PreparedOperation | None = None
+
+    # Before and during passes
 
     def weigh(self, samples: float | Tensor, accumulated: Mapping[int, Tensor]) -> None:
         """Set the samples of the next pass; the last call before a pass counts. accumulated: the gradients of the passes of this
-        window, by parameter. Raises TypeError unless samples is a number; the exchange raises other faults, on all ranks."""
-        if isinstance(samples, bool) or not isinstance(samples, int | float | Tensor):
+        window, by parameter. If they are None or 0, the program has discarded these passes. Raises TypeError unless samples is a
+        number; the exchange raises other faults, on all ranks."""
+        if isinstance(samples, bool) or not isinstance(samples, numbers.Real | Tensor):
             raise TypeError(f"samples must be a number, not {samples!r}")
         count = float(samples)
-        self.is_used, self.kept = True, None
+        self.is_used = True
+        if self._window.is_agreed:  # the exchange has failed
+            self._window = _Window()
+        if self._window.passes and not any(bool(gradient.any()) for gradient in accumulated.values()):
+            self.forget()
+            accumulated = {}
+        window = self._window
+        window.before = None
         if not (math.isfinite(count) and count >= 0):
             self.fail(f"weigh({samples!r}): the number of samples must be finite and at least 0")
             return
-        if accumulated and not self._passes:
+        if accumulated and not window.passes:
             self.fail(_MISSING)
         if not count:
-            self.kept = {index: gradient.clone() for index, gradient in accumulated.items()}
-        elif self._unit not in (0.0, count):
+            window.before = {index: gradient.clone() for index, gradient in accumulated.items()}
+        elif window.unit not in (0.0, count):
             for gradient in accumulated.values():
-                gradient.mul_(self._unit / count)
-        self._next, self._unit = count, count or self._unit
+                gradient.mul_(window.unit / count)
+        window.next, window.unit = count, count or window.unit
 
     def begin_pass(self) -> None:
         """Count the samples of a pass, which begins."""
-        if self._next is None:
+        window = self._window
+        if window.next is None:
             self.fail(_MISSING)
-        self._counted += self._next or 0.0
-        self._next = None
-        self._passes += 1
+        window.samples += window.next or 0.0
+        window.next = None
+        window.passes += 1
 
-    def before_pass(self, index: int, gradient: Tensor) -> Tensor:
-        """Return the gradient of a parameter as it was before a pass without samples, whose own gradient may be NaN."""
-        before = None if self.kept is None else self.kept.get(index)
+    @property
+    def passes(self) -> int:
+        """Return the number of passes in this window."""
+        return self._window.passes
+
+    @property
+    def discards_pass(self) -> bool:
+        """Return whether the present pass stands for no samples, so that undo_pass() is needed for each of its gradients."""
+        return self._window.before is not None
+
+    def undo_pass(self, index: int, gradient: Tensor) -> Tensor:
+        """Return the gradient of a parameter as it was before the present pass, in which it may have become NaN."""
+        before = None if self._window.before is None else self._window.before.get(index)
         if before is None:
             return gradient.zero_()
         return gradient.copy_(before) if gradient.layout is before.layout else before
 
     def fail(self, fault: str) -> None:
         """Let all ranks raise ValueError with this text in the exchange."""
-        self.fault = self.fault or fault
+        self._window.fault = self._window.fault or fault
+
+    # In an exchange
 
     def begin(self, communicator: Communicator, *, awaited: bool = False) -> None:
         """Begin to sum the samples of all ranks, unless that has begun. It is the first operation of an exchange. awaited: see
         PreparedOperation.start()."""
-        if self._work is not None or self._is_agreed:
+        window = self._window
+        if window.sum is not None or window.is_agreed:
             return
-        if not (self._passes or self._next is not None):
+        if not window.passes and window.next is None:
             self.fail(_MISSING)
-        self._counted += self._next or 0.0  # of a rank without a backward()
-        self._next = None
-        if self._message is None or self._sum is None:
+        window.samples += window.next or 0.0  # of a rank without a backward()
+        window.next = None
+        if self._message is None or self._operation is None:
             self._message = torch.zeros(MESSAGE_NUMEL, dtype=torch.float64, device=communicator.control_device)
-            self._sum = communicator.prepare_allreduce(self._message)
-        self._message.copy_(torch.tensor([self._counted, bool(self.fault)], dtype=torch.float64, device="cpu"))
-        self._work = self._sum.start(awaited=awaited)
+            self._operation = communicator.prepare_allreduce(self._message)
+        self._message.copy_(torch.tensor([window.samples, bool(window.fault)], dtype=torch.float64, device="cpu"))
+        window.sum = self._operation.start(awaited=awaited)
 
     @property
-    def is_summing(self) -> bool:
-        """Return whether the ranks sum their samples now."""
-        return self._work is not None
+    def sum(self) -> Work | None:
+        """Return the sum of the samples, from begin() to agree()."""
+        return self._window.sum
 
     @property
     def are_known(self) -> bool:
         """Return whether agree() would return without waiting."""
-        return self._is_agreed or (self._work is not None and self._work.is_completed())
+        window = self._window
+        return window.is_agreed or (window.sum is not None and window.sum.is_completed())
 
     def agree(self, combination: Combination) -> None:
         """Wait until the samples of all ranks are summed, and set the factors. Raises ValueError on all ranks if a rank has a
         fault, or if no rank has samples."""
-        if self._is_agreed:
+        window = self._window
+        if window.is_agreed:
             return
         self.begin(combination.communicator, awaited=True)
-        assert self._work is not None
+        assert window.sum is not None
         assert self._message is not None
-        work, self._work = self._work, None
-        work.wait(math.inf if self._message.is_cuda else None)
+        # On a GPU, wait() without a limit would only enqueue the wait.
+        window.sum.wait(math.inf if self._message.is_cuda else None)
         total, faults = self._message.tolist()
-        self.samples, unit, fault = self._counted, self._unit if self._counted else 0.0, self.fault
-        if faults or not total:
+        if faults or not (total or self.may_be_empty):
             self.close()
             if not faults:
                 raise ValueError("weigh(): the samples of all ranks add up to 0")
-            everyones = combination.communicator.allgather_record(fault)
+            everyones = combination.communicator.allgather_record(window.fault)
             raise ValueError("; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyones) if each))
-        self._is_agreed = True
-        scale = combination.inputs / total if combination.op == Average else 1.0
-        self.factor, self.loss_factor = unit * scale, self.samples * scale
+        window.sum, window.is_agreed, self.samples = None, True, window.samples
+        scale = combination.inputs / (total or 1.0) if combination.op == Average else 1.0
+        self.factor = window.unit * scale if self.samples else 0.0
+        self.loss_factor = self.samples * scale
 
     def forget(self) -> None:
-        """Forget the passes so far, whose gradients are discarded. weigh() may have been called for the next one."""
-        self._counted, self._passes, self._unit, self.fault = 0.0, 0, self._next or 0.0, ""
-        if self.kept is not None:
-            self.kept = {}
+        """Forget the passes of this window, whose gradients are discarded; not the samples of the next one. A running sum, of a
+        backward() that has failed, goes on."""
+        given, before = self._window.next, self._window.before
+        self._window = _Window(
+            next=given, unit=given or 0.0, before=None if before is None else {}, sum=self._window.sum
+        )
 
     def close(self) -> None:
         """End the window."""
-        self._is_agreed, self._next, self.kept = False, None, None
-        self.forget()
-
-
-class WeightsByCall(Weights):
-    """Weights where no hook sees every pass: a pass has come between two calls of weigh() if gradients have changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._marks: dict[int, tuple[int, int]] = {}
-
-    def weigh(self, samples: float | Tensor, accumulated: Mapping[int, Tensor]) -> None:
-        """See Weights.weigh(). accumulated: the gradients of all parameters, by parameter."""
-        self.count(accumulated)
-        super().weigh(samples, accumulated if self._passes else {})
-        self._marks = _marks(accumulated)
-
-    def count(self, gradients: Mapping[int, Tensor]) -> None:
-        """Count the pass that has followed the last weigh(), if any, and undo its changes if it stands for no samples. Without
-        gradients, there are no passes: they have been discarded."""
-        if not gradients:
-            self.forget()
-        elif self._next is not None and _marks(gradients) != self._marks:
-            self.begin_pass()
-            if self.kept is not None:
-                for index, gradient in gradients.items():
-                    self.before_pass(index, gradient)
-
-    def end(self, gradients: Mapping[int, Tensor]) -> float:
-        """End a window whose gradients are not exchanged. Return by what to multiply them to get the mean over the samples of all
-        passes."""
-        self.count(gradients)
-        if not (self._passes or self._next is not None):
-            self.fail(_MISSING)
-        self.samples = self._counted + (self._next or 0.0)
-        factor, fault = self._unit / self.samples if self.samples else 0.0, self.fault
-        self.close()
-        self.fault = fault
-        return factor
-
-
-def _marks(gradients: Mapping[int, Tensor]) -> dict[int, tuple[int, int]]:
-    """Return numbers that change with the gradients."""
-    return {index: (id(gradient), gradient._version) for index, gradient in gradients.items()}
+        self._window = _Window()

@@ -93,12 +93,10 @@ class Fragment:
             else:
                 torch.sub(begin, parameter, out=outer.grad)
 
-    def weigh(self, samples: float, fault: str) -> None:
-        """Set how many samples the pseudo-gradients stand for. fault: if not empty, exchange() raises ValueError with it, on all
-        ranks."""
+    def weigh(self, samples: float) -> None:
+        """Set how many samples the pseudo-gradients stand for; NaN if a step was without weigh(), so that exchange() raises
+        ValueError on all ranks."""
         self.rule.weigh(samples)
-        if fault:
-            self.rule.reducer.weights.fail(fault)
 
     def exchange(self, step: int) -> None:
         """Step the outer parameters by all ranks' pseudo-gradients. Raises ReplicasDiffer if they then differ between ranks."""

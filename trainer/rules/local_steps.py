@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.control.membership import Membership
+from gradwire.collectives.torch_internals import store_of_one
 from gradwire.trainer.checkpoint import agree, need, need_whole, on_all_ranks, without
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.arguments import Average
 from gradwire.trainer.reducer.compression import Compression, Compressor, Policy
+from gradwire.trainer.reducer.plans import ExchangePlan
 from gradwire.trainer.reducer.setup import Passes, Setup
 from gradwire.trainer.reducer.streams import Background, Running
 from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
-from gradwire.trainer.reducer.weights import WeightsByCall
 from gradwire.trainer.rules.fragments import Fragment, averaging_outer, cut, is_one_shot
 from gradwire.trainer.rules.local_report import LocalReport
 from gradwire.trainer.rules.rule import Rule
@@ -175,11 +177,11 @@ class LocalSteps(Rule):
         self._background = Background("gradwire-local", own_streams=True) if settings.delay else None
         self._waited_s = 0.0
         self._looks = True  # whether to look for parameters that something else than a step has changed
-        self._weights = WeightsByCall()
         self._weighs = False  # whether weigh() was ever called
-        self._is_weighed = False  # whether the gradients are the mean over the samples of this step
-        self._samples: list[float] = []  # by fragment, of this rank since the last exchange
-        self._fault = ""  # of the weights, which the next exchange raises
+        self._alone: Setup | None = None  # with a Communicator of this rank alone, for weights without inner ranks
+        self._samples: list[
+            float
+        ] = []  # by fragment, of this rank since the last exchange; NaN if a step was without weigh()
         self._has_common = False  # whether the outer parameters are equal on all ranks
         self.step = self._warmup_taken = self._alone_taken = 0
         self._began = time.perf_counter()
@@ -234,31 +236,16 @@ class LocalSteps(Rule):
     def weigh(self, samples: float | Tensor) -> None:
         """Set how many samples the gradients of the next backward() stand for. Pseudo-gradients stand for the samples of all
         steps since the last exchange. A rank without samples in a step does not change its parameters."""
-        if self._averaging is not None:
-            self._averaging.weigh(samples)
-        else:
-            self._weights.weigh(samples, self._gradients())
+        if self._averaging is None:  # as among inner ranks: passes are averaged over their samples
+            self._alone = self._alone or _alone(self.setup, self._parameters)
+            self._averaging = self._averaged(self._alone)
+        self._averaging.weigh(samples)
         self._weighs = True
-
-    def _gradients(self) -> dict[int, Tensor]:
-        """Return this rank's gradients, by parameter."""
-        gradients = enumerate(parameter.grad for parameter in self._parameters)
-        return {index: gradient for index, gradient in gradients if gradient is not None}
 
     def synchronize(self) -> None:
         self._begin()
         if self._averaging is not None:
             self._averaging.synchronize()
-        elif self._weighs and not self._is_weighed:
-            self._is_weighed = True
-            gradients = self._gradients()
-            factor = self._weights.end(gradients)
-            self._fault = self._fault or self._weights.fault
-            for index, gradient in gradients.items():
-                if not factor:
-                    self._parameters[index].grad = None
-                elif factor != 1.0:
-                    gradient.mul_(factor)
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         self._begin()
@@ -268,9 +255,6 @@ class LocalSteps(Rule):
     def reset(self) -> None:
         if self._averaging is not None:
             self._averaging.reset()
-        else:
-            self._weights.forget()
-            self._is_weighed = False
 
     def after_step(self) -> None:
         self._after_step()
@@ -282,15 +266,14 @@ class LocalSteps(Rule):
         self.step += 1
         if self._averaging is not None:
             self._averaging.after_step()
-        self._is_weighed = False
         if self.step <= self._settings.warmup_steps:
             self._warmup_taken += 1
             if self.step == self._settings.warmup_steps:
                 self._enter(self.step)
             return
         self._alone_taken += 1
-        weights = self._weights if self._averaging is None else self._averaging.reducer.weights
-        self._samples = [samples + weights.samples for samples in self._samples]
+        mine = self._averaging.reducer.weights.samples if self._weighs and self._averaging is not None else math.nan
+        self._samples = [samples + mine for samples in self._samples]
         if self._pending is not None and self._pending[1] == self.step:
             self._merge(self._pending[0])
         for number in range(len(self._fragments)):
@@ -316,8 +299,8 @@ class LocalSteps(Rule):
         fragment, step = self._fragments[number], self.step
         fragment.move()
         if self._weighs:
-            fragment.weigh(self._samples[number], self._fault)
-            self._samples[number] = 0.0
+            fragment.weigh(self._samples[number])
+        self._samples[number] = 0.0
         if self._background is None:
             fragment.exchange(step)
             fragment.merge(0.0)
@@ -350,13 +333,12 @@ class LocalSteps(Rule):
         self._waited_s = self.wait_s  # includes the waits of the rules that end here
         self._close_rules()
         self._averaging, self._fragments = None, []
-        self._weights.is_used = self._weighs
         settings = self._settings
         if step < settings.warmup_steps:
             self._averaging = self._averaged(self.setup)
             return
-        if self._inner is not None:
-            self._averaging = self._averaged(self._inner)
+        if (among := self._inner or (self._alone if self._weighs else None)) is not None:
+            self._averaging = self._averaged(among)
         outer = settings.outer
         if outer is None:
             encodings = list(map(self._policy.encoding, self._names, self._parameters))
@@ -372,6 +354,7 @@ class LocalSteps(Rule):
         rule.add(self._names, self._parameters)
         rule.start()
         rule.reducer.weights.is_used = self._weighs
+        rule.reducer.weights.may_be_empty = setup is not self.setup
         return rule
 
     def _close_rules(self) -> None:
@@ -387,6 +370,8 @@ class LocalSteps(Rule):
             self._close_rules()
             if self._background is not None:
                 self._background.close()
+            if self._alone is not None:
+                self._alone.communicator.close()
             if self._inner is not None and self._inner.communicator is not self._settings.inner:
                 self._inner.communicator.close()
 
@@ -441,7 +426,7 @@ class LocalSteps(Rule):
             need_whole("the step until which it is in flight", pending[1], step + 1)
         if (samples := part.get("samples")) is not None:
             need(
-                len(samples) == len(fragments) and all(math.isfinite(each) and each >= 0 for each in samples),
+                len(samples) == len(fragments) and all(math.isnan(each) or 0 <= each < math.inf for each in samples),
                 f"the samples of {len(fragments)} fragments are {samples}",
             )
         label = {"step": step, "pending": pending and list(pending), "fragments": len(fragments)}
@@ -472,6 +457,14 @@ class LocalSteps(Rule):
         if part["pending"] is not None:
             number, merge_at = part["pending"]
             self._pending = number, merge_at
+
+
+def _alone(setup: Setup, parameters: Sequence[Tensor]) -> Setup:
+    """Return a Setup with a Communicator of this rank alone."""
+    kinds = {"cpu": None} | {parameter.device.type: None for parameter in parameters}
+    alone = Communicator(Membership(0, 1, hosts=((0,),), store=store_of_one(), device_types=tuple(kinds), secret=b""))
+    policy, plan = Policy(Compression.none), ExchangePlan(None, at_end=True)
+    return replace(setup, communicator=alone, predivide=1.0, policy=policy, plan=plan, traffic=Traffic(alone))
 
 
 def _check_averaging(policy: Policy) -> None:

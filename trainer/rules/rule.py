@@ -101,11 +101,12 @@ class Rule:
 
     def weigh(self, samples: float | Tensor) -> None:
         """Set how many samples the gradients of the next backward() stand for. Raises RuntimeError if the rule has no weights."""
-        if type(self) is not Rule:
-            raise RuntimeError(
-                f"rank {self.communicator.rank}: {type(self).__name__} does not support weigh(): use the default rule, "
-                "rules.Sharded, rules.NextForward or rules.LocalUpdates"
-            )
+        if type(self) is Rule:
+            raise RuntimeError("this rank is not in the process_set, whose ranks alone call weigh()")
+        raise RuntimeError(
+            f"rank {self.communicator.rank}: {type(self).__name__} does not support weigh(): use the default rule, "
+            "rules.Sharded, rules.NextForward or rules.LocalUpdates"
+        )
 
     def synchronize(self) -> None:
         """Exchange all data that the optimizer's step needs, unless that is done."""
