@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.collectives import Communicator
+from gradwire.collectives import Communicator, Mismatch
 from gradwire.collectives.compression.codec import MatrixCodec
 from gradwire.collectives.end_of_backward import EndOfBackward, is_delayable
 from gradwire.collectives.torch_internals import (
@@ -42,7 +42,7 @@ from gradwire.trainer.reducer.setup import Combination
 from gradwire.trainer.reducer.streams import Background, gpus, on_streams, refuse_capture, synchronize
 from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
 from gradwire.trainer.reducer.trials import PlanTrials
-from gradwire.trainer.reducer.weights import Weights
+from gradwire.trainer.reducer.weights import Weights, explain
 from gradwire.trainer.world.world import names_rank
 
 UNSETTLED_STEPS = 2
@@ -504,6 +504,8 @@ def _run(done: Future[Tensor], buffer: Tensor, *steps: Callable[[], None]) -> No
         for step in steps:
             step()
     except Exception as error:
+        if isinstance(error, Mismatch):
+            explain(error)
         done.set_exception(error)  # type: ignore[arg-type]  # as torch documents it
         raise
     done.set_result(buffer)

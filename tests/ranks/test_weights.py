@@ -696,8 +696,9 @@ def test_ranks_with_weights_and_ranks_without() -> None:
     model = Scale()
     model.push(1.0, None)
     model.optimizer.zero_grad()
-    with pytest.raises(Mismatch):
+    with pytest.raises(Mismatch) as raised:
         model.push(1.0, 2 if hvd.rank() else None)
+    assert "rank 1 called weigh()" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize("when", ["pass", "first pass", "step"])

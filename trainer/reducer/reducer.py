@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.collectives import CollectiveError
+from gradwire.collectives import CollectiveError, Mismatch
 from gradwire.collectives.diagnostics.timeline import now_ns
 from gradwire.collectives.torch_internals import (
     OUTSIDE_BACKWARD,
@@ -34,7 +34,7 @@ from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.sparse import SparseGradients
 from gradwire.trainer.reducer.streams import Background, Running, refuse_capture
 from gradwire.trainer.reducer.times import ExchangeTimes
-from gradwire.trainer.reducer.weights import Weights
+from gradwire.trainer.reducer.weights import Weights, explain
 
 _FAILED = "an earlier backward() failed midway: call synchronize(), then zero_grad()"
 _IN_FLIGHT = (
@@ -588,6 +588,9 @@ class Reducer:
                 layout.sparse.assign()
             if self._found is not None:
                 self._found.assign()
+        except Mismatch as error:
+            explain(error)
+            raise
         finally:
             self.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
             for bucket in layout.buckets:

@@ -11,13 +11,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Communicator, PreparedOperation, Work
+from gradwire.collectives import Communicator, Mismatch, PreparedOperation, Work
+from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.reducer.arguments import Average
 from gradwire.trainer.reducer.setup import Combination
 
 MESSAGE_NUMEL: Final = 2
 """The elements of the message in which the ranks sum their samples: the samples, and the ranks with a fault. The buckets of a
 Reducer are larger, since gradients are aligned."""
+
+_SUM: Final = f"allreduce(float64[{MESSAGE_NUMEL}], sum"
+"""How the call begins that sums the samples."""
 
 _MISSING: Final = (
     "backward() without weigh(): either all ranks call it before each backward(), or none does. Checkpoints with "
@@ -74,7 +78,8 @@ class Weights:
         """Set the samples of the next pass; the last call before a pass counts. accumulated: the gradients of the passes of this
         window, by parameter. If they are None or 0, the program has discarded these passes. Raises TypeError unless samples is a
         number; the exchange raises other faults, on all ranks."""
-        if isinstance(samples, bool) or not isinstance(samples, numbers.Real | Tensor):
+        is_number = isinstance(samples, numbers.Real) or (isinstance(samples, Tensor) and samples.numel() == 1)
+        if not is_number or isinstance(samples, bool):
             raise TypeError(f"samples must be a number, not {samples!r}")
         count = float(samples)
         self.is_used = True
@@ -165,13 +170,17 @@ class Weights:
         self.begin(combination.communicator, awaited=True)
         assert window.sum is not None
         assert self._message is not None
-        # On a GPU, wait() without a limit would only enqueue the wait.
-        window.sum.wait(math.inf if self._message.is_cuda else None)
+        try:
+            # On a GPU, wait() without a limit would only enqueue the wait.
+            window.sum.wait(math.inf if self._message.is_cuda else None)
+        except Mismatch as error:
+            explain(error)
+            raise
         total, faults = self._message.tolist()
         if faults or not (total or self.may_be_empty):
             self.close()
             if not faults:
-                raise ValueError("weigh(): the samples of all ranks add up to 0")
+                raise ValueError("weigh(): the samples of all ranks add up to 0. Leave out this batch on all ranks")
             everyones = combination.communicator.allgather_record(window.fault)
             raise ValueError("; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyones) if each))
         window.sum, window.is_agreed, self.samples = None, True, window.samples
@@ -190,3 +199,13 @@ class Weights:
     def close(self) -> None:
         """End the window."""
         self._window = _Window()
+
+
+def explain(error: Mismatch) -> None:
+    """Add a note to an error if its cause is that only some ranks have called weigh()."""
+    weighed = {rank for rank, call in error.calls.items() if call.startswith(_SUM)}
+    if weighed and (others := error.calls.keys() - weighed):
+        error.add_note(
+            f"{ranks_text(weighed)} called weigh() before backward(), and {ranks_text(others)} did not: either all ranks call it "
+            "before each backward(), or none does"
+        )
