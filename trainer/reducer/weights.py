@@ -78,10 +78,10 @@ class Weights:
         """Set the samples of the next pass; the last call before a pass counts. accumulated: the gradients of the passes of this
         window, by parameter. If they are None or 0, the program has discarded these passes. Raises TypeError unless samples is a
         number; the exchange raises other faults, on all ranks."""
-        is_number = isinstance(samples, numbers.Real) or (isinstance(samples, Tensor) and samples.numel() == 1)
-        if not is_number or isinstance(samples, bool):
+        given: object = samples.item() if isinstance(samples, Tensor) and samples.numel() == 1 else samples
+        if isinstance(given, bool) or not isinstance(given, numbers.Real):
             raise TypeError(f"samples must be a number, not {samples!r}")
-        count = float(samples)
+        count = float(given)
         self.is_used = True
         if self._window.is_agreed:  # the exchange has failed
             self._window = _Window()
@@ -202,10 +202,11 @@ class Weights:
 
 
 def explain(error: Mismatch) -> None:
-    """Add a note to an error if its cause is that only some ranks have called weigh()."""
+    """Say in an error that only some ranks have called weigh(), if that is its cause."""
     weighed = {rank for rank, call in error.calls.items() if call.startswith(_SUM)}
     if weighed and (others := error.calls.keys() - weighed):
-        error.add_note(
+        cause = (
             f"{ranks_text(weighed)} called weigh() before backward(), and {ranks_text(others)} did not: either all ranks call it "
             "before each backward(), or none does"
         )
+        error.args = (f"{error}. {cause}", *error.args[1:])
