@@ -36,6 +36,12 @@ TUNING = "COLLECTIVES_TUNING"
 #: If it is 0 on any rank, no rank uses shared memory.
 SHARED_MEMORY = "COLLECTIVES_SHARED_MEMORY"
 
+#: The ports on which gradwire may listen, as FIRST-LAST. Without it, the system chooses them.
+PORTS = "COLLECTIVES_PORTS"
+
+#: The number of ranks of this host: torchrun and `gradwire run` set it.
+LOCAL_SIZE = "LOCAL_WORLD_SIZE"
+
 #: A folder in which every rank writes files for `gradwire report`, which sets this variable.
 REPORT = "COLLECTIVES_REPORT"
 
@@ -44,6 +50,19 @@ def report_folder(environment: Mapping[str, str]) -> Path | None:
     """Return the folder for this rank's files for `gradwire report`; None without a report."""
     text = environment.get(REPORT)
     return Path(text) if text else None
+
+
+def listening_ports(environment: Mapping[str, str]) -> range | None:
+    """Return the ports on which gradwire may listen; None if the system chooses them.
+
+    Raises ValueError unless COLLECTIVES_PORTS consists of two ports, the first one not above the last one.
+    """
+    if not (text := environment.get(PORTS)):
+        return None
+    first, _, last = text.partition("-")
+    if first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16:
+        return range(int(first), int(last) + 1)
+    raise ValueError(f"{PORTS}={text!r} must be FIRST-LAST, two ports from 1 to 65535, such as 29600-29631")
 
 
 def shared_memory_wanted(environment: Mapping[str, str]) -> bool:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from gradwire.collectives.control.addresses import address_text
 from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.errors import LinkError
 
@@ -117,8 +118,9 @@ def connections(address: str, port: int, deadline: float) -> set[int]:
         with suppress(OSError):  # it has been closed, or is not connected
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[:2] in places:
-                        found.add(descriptor)
+                    if copy.family in (socket.AF_INET, socket.AF_INET6):
+                        peer = copy.getpeername()
+                        found |= {descriptor} if (address_text(peer), peer[1]) in places else set()
     return found
 
 
@@ -141,4 +143,4 @@ def look_up(host: str, deadline: float) -> list[str]:
 
 
 def _addresses(host: str, flags: int = 0) -> list[str]:
-    return [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)]
+    return [address_text(each[4]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)]

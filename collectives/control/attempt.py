@@ -34,7 +34,7 @@ _WITHDRAW_S = 5.0
 
 
 class Meetings:
-    """The meetings of ranks of a default group of torch.distributed, which releases their Monitors when it is destroyed."""
+    """The meetings of ranks of a default group of torch.distributed, whose Monitors are released when the group is destroyed."""
 
     _all: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Meetings]] = weakref.WeakKeyDictionary()
 
@@ -46,9 +46,14 @@ class Meetings:
         """Return those of the present default group."""
         group = dist.group.WORLD
         assert group is not None
+        return cls.of(group)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Meetings:
+        """Return those of a default group, also of one that is being made."""
         if group not in cls._all:
             cls._all[group] = made = cls()
-            weakref.finalize(group, made._release).atexit = False
+            weakref.finalize(group, made.release).atexit = False
         return cls._all[group]
 
     def keep(self, met: Membership) -> None:
@@ -65,9 +70,10 @@ class Meetings:
                 return met
         return None
 
-    def _release(self) -> None:
-        for met in self._made:
-            met.close()
+    def release(self) -> None:
+        """Release the Monitors. Calling it again does nothing."""
+        while self._made:
+            self._made.pop().close()
 
 
 class Attempt:

@@ -26,6 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gradwire.collectives.control.addresses import socket_address
 from gradwire.collectives.control.paths import send_small_segments
 from gradwire.collectives.errors import LinkError
 
@@ -179,11 +180,12 @@ def dial(
     address, port = place
     connection: socket.socket | None = None
     try:
-        connection = socket.socket(_family(address))
+        family, there = socket_address(address, port)
+        connection = socket.socket(family)
         connection.setblocking(False)
         if small_segments:
             send_small_segments(connection)
-        if (failed := connection.connect_ex(place)) in (0, errno.EINPROGRESS):
+        if (failed := connection.connect_ex(there)) in (0, errno.EINPROGRESS):
             wait_ready({connection: select.POLLOUT}, deadline, check)
             failed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failed:
@@ -225,7 +227,8 @@ class Door:
     seconds and HANDSHAKE_BYTES bytes."""
 
     def __init__(self, listening: socket.socket, rank: int, secret: bytes, most: int = MOST_UNVERIFIED) -> None:
-        """listening: from listen(); the Door closes it."""
+        """listening: from ports.listen_in(); the Door closes it."""
+        listening.setblocking(False)
         self.socket = listening
         self._rank, self._secret, self._most = rank, secret, most
         self._unverified: dict[int, Handshake] = {}
@@ -278,13 +281,6 @@ class Door:
         self._unverified.clear()
 
 
-def listen(address: str, backlog: int) -> socket.socket:
-    """Return a nonblocking socket that listens on a free port of a numeric address, IPv4 or IPv6. Raises OSError if it cannot."""
-    listener = socket.create_server((address, 0), family=_family(address), backlog=backlog)
-    listener.setblocking(False)
-    return listener
-
-
 def wait_ready(events: Mapping[Any, int], deadline: float, check: Callable[[], None]) -> list[int]:
     """Wait for any of the events, and return the ready descriptors. events: those of poll(), by socket or descriptor.
     check: called every _CHECK_S seconds; raises LinkError to end a useless wait. Raises TimeoutError at the
@@ -314,7 +310,3 @@ def set_up(connection: socket.socket) -> None:
     for name, value in _KEEPALIVE:
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -95,12 +95,19 @@ def _ipv4_of(name: str) -> str | None:
 
 
 def _ipv6_of(name: str) -> str | None:
+    return next((each.with_prefixlen for each in _all_ipv6_of(name) if not each.is_link_local), None)
+
+
+def link_local_of(name: str) -> str | None:
+    """Return the address of IPv6 that an interface has on its own link, with the name as its scope; None without one."""
+    return next((f"{each.ip}%{name}" for each in _all_ipv6_of(name) if each.is_link_local), None)
+
+
+def _all_ipv6_of(name: str) -> Iterator[ipaddress.IPv6Interface]:
     with suppress(OSError):
         for digits, _, length, *_, interface in map(str.split, Path("/proc/net/if_inet6").read_text().splitlines()):
-            address = ipaddress.IPv6Address(int(digits, 16))
-            if interface == name and not address.is_link_local:
-                return f"{address}/{int(length, 16)}"
-    return None
+            if interface == name:
+                yield ipaddress.IPv6Interface((int(digits, 16), int(length, 16)))
 
 
 def interfaces_card(here: Sequence[Interface]) -> dict[str, Any]:

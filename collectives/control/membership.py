@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from gradwire.collectives.control.addresses import is_link_local
 from gradwire.collectives.control.channel import Channel, Failure
 from gradwire.collectives.control.monitor import Monitor
-from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND
+from gradwire.collectives.environment import AGENT_STORE, PORTS, TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
 from gradwire.collectives.schedules.topology import Machine, Topology
 
@@ -108,6 +109,18 @@ class Membership:
     def keepers(self) -> tuple[int, ...]:
         """Return the member whose process serves the store, if one does."""
         return keepers_among(self.global_ranks)
+
+    @property
+    def why_no_gloo(self) -> str:
+        """Return why these ranks cannot use gloo, the same text on all of them; an empty text if they can."""
+        cards = (
+            {} if self.monitor is None else {rank: self.monitor.cards[place] for rank, place in enumerate(self.places)}
+        )
+        if bounded := [rank for rank, card in cards.items() if card.get("ports")]:
+            return f"the system chooses the ports of gloo, and {PORTS} is set on {ranks_text(bounded)}"
+        if local := [rank for rank, card in cards.items() if is_link_local(card["address"])]:
+            return f"gloo does not connect to link-local addresses, as {ranks_text(local)} has"
+        return ""
 
     def withdraw(self, error: Exception) -> None:
         """Report to the other members that this one raises an error, and does not connect."""

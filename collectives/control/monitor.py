@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from gradwire.collectives.control.addresses import seen_from
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.control.handshake import (
     HANDSHAKE_S,
@@ -39,10 +40,10 @@ from gradwire.collectives.control.handshake import (
     Door,
     dial,
     give_up_on_silence,
-    listen,
 )
 from gradwire.collectives.control.neighbour import Neighbour, poll_of
 from gradwire.collectives.control.paths import check_paths
+from gradwire.collectives.control.ports import listen_in
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.forks import in_forked_child
 
@@ -86,8 +87,8 @@ class Monitor:
     a name of these ranks only, both set once the ranks have met.
     """
 
-    def __init__(self, rank: int, size: int, address: str) -> None:
-        """Listen on a free port of an address. Raises OSError if this process cannot."""
+    def __init__(self, rank: int, size: int, address: str, ports: range | None = None) -> None:
+        """Listen on a free port of an address. ports: see ports.listen_in(). Raises OSError if this process cannot."""
         self.rank, self.size, self.address = rank, size, address
         self.lost: dict[int, float] = {}
         self.cut: set[tuple[int, int]] = set()
@@ -97,7 +98,7 @@ class Monitor:
         self.cards: Sequence[Mapping[str, Any]] = ()
         self.key = ""
         self.lock = threading.RLock()
-        self._listening = listen(address, socket.SOMAXCONN)
+        self._listening = listen_in(address, ports)
         self.port: int = self._listening.getsockname()[1]
         self._door: Door | None = None
         self.secret = b""
@@ -289,7 +290,7 @@ class Monitor:
                 connection = dial(
                     self.rank,
                     place,
-                    (card["address"], card["port"]),
+                    self._place_of(card),
                     self.secret,
                     deadline,
                     check,
@@ -359,13 +360,17 @@ class Monitor:
 
     def _reach(self, place: int) -> None:
         card, purpose = self.cards[place], _BETWEEN_MONITORS + _TRUSTS
-        there, deadline = (card["address"], card["port"]), time.monotonic() + HANDSHAKE_S
+        there, deadline = self._place_of(card), time.monotonic() + HANDSHAKE_S
         with suppress(LinkError, OSError):  # it has ended too, or its host is out of reach: waits for it have deadlines
             made = dial(
                 self.rank, place, there, self.secret, deadline, lambda: None, purpose=purpose, small_segments=True
             )
             with self.lock:
                 self._add(place, made)
+
+    def _place_of(self, card: Mapping[str, Any]) -> tuple[str, int]:
+        """Return where a rank listens."""
+        return seen_from(self.address, card["address"]), card["port"]
 
     # Messages
 

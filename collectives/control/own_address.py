@@ -9,9 +9,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from gradwire.collectives.control.addresses import address_text
 from gradwire.collectives.control.asking import look_up
-from gradwire.collectives.control.interfaces import addresses_of, interfaces_card, interfaces_here
-from gradwire.collectives.environment import INTERFACE_VARIABLES
+from gradwire.collectives.control.interfaces import addresses_of, interfaces_card, interfaces_here, link_local_of
+from gradwire.collectives.control.ports import PortsTaken
+from gradwire.collectives.environment import INTERFACE_VARIABLES, LOCAL_SIZE, listening_ports
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.schedules.topology import Machine
 
@@ -50,7 +52,7 @@ def own_address(environment: Mapping[str, str], deadline: float, peer: str | Non
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has an address; None if no interface of this host has it as its first one."""
     names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if address in _plain(name)), None)
+    return next((name for name in names if address in (*_plain(name), link_local_of(name))), None)
 
 
 def card_of(
@@ -64,10 +66,25 @@ def card_of(
     card = {"rank": rank, "host": host, "machine": machine, "name": socket.gethostname(), "interfaces": _interfaces()}
     card |= {"hardware": asdict(Machine.here()), **interfaces_card(interfaces_here())}
     try:
-        address = own_address(environment, deadline, peer)
+        ports, address = listening_ports(environment), own_address(environment, deadline, peer)
+        card |= {"ports": ports and [ports[0], ports[-1]], "local_size": environment.get(LOCAL_SIZE)}
         return card | {"address": address, "loopback": _loopback(address, environment), "problem": ""}
     except ValueError as error:
         return card | {"address": "", "loopback": "", "problem": str(error)}
+
+
+def ports_of(card: Mapping[str, Any]) -> range | None:
+    """Return the ports on which the rank of a card may listen; None if the system chooses them."""
+    return range(card["ports"][0], card["ports"][1] + 1) if card.get("ports") else None
+
+
+def why_not_listening(error: OSError, card: Mapping[str, Any]) -> str:
+    """Return why the rank of a card cannot listen. error: of ports.listen_in()."""
+    if not isinstance(error, PortsTaken):
+        return str(error)
+    local = card["local_size"]
+    ranks = f"each of its {local} ranks" if local else f"each of its ranks (the job has {card['size']})"
+    return f"{error.strerror}, which needs one for {ranks}, beside those of other jobs and of the launcher"
 
 
 def check_addresses(cards: Sequence[Mapping[str, Any]]) -> None:
@@ -122,12 +139,12 @@ def _source_towards(host: str, deadline: float) -> str | None:
         family, _, _, _, target = socket.getaddrinfo(numeric, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
-            return str(probe.getsockname()[0])
+            return address_text(probe.getsockname())
     return None
 
 
 def _address_of(interface: str, variable: str) -> str:
-    if (address := _first_address(interface)) is None:
+    if (address := _first_address(interface) or link_local_of(interface)) is None:
         wrong = f"{variable}={interface!r} names no interface with an address"
         raise ValueError(f"{wrong}; interfaces here are {_interfaces()}")
     return address

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from gradwire.collectives.control.addresses import address_text
 from gradwire.collectives.control.asking import POLL_S
 from gradwire.collectives.errors import LinkError
 
@@ -124,7 +125,7 @@ def lossy_paths(rank: int, connections: Mapping[int, socket.socket]) -> dict[int
 
 
 def _lost_text(rank: int, peer: int, connection: socket.socket) -> str:
-    here, there = connection.getsockname()[0], connection.getpeername()[0]
+    here, there = address_text(connection.getsockname()), address_text(connection.getpeername())
     between = f"between rank {rank} at {here} and rank {peer} at {there}"
     return f"large packets are lost {between}, but small ones arrive: {REMEDY}"
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from gradwire.collectives.control.addresses import seen_from
 from gradwire.collectives.control.asking import POLL_S, Asking
 from gradwire.collectives.control.channel import Failure
 from gradwire.collectives.control.client import CoordinatorClient, TurnedAway
@@ -21,7 +22,7 @@ from gradwire.collectives.control.handshake import OtherBuild, build, dial
 from gradwire.collectives.control.interfaces import warn_of_slow_interfaces
 from gradwire.collectives.control.monitor import TO_COORDINATOR, Monitor
 from gradwire.collectives.control.notes import CoordinatorPlace, Notes
-from gradwire.collectives.control.own_address import check_addresses
+from gradwire.collectives.control.own_address import check_addresses, ports_of, why_not_listening
 from gradwire.collectives.errors import LinkError, ranks_text
 
 _Answer = TypeVar("_Answer")
@@ -103,10 +104,10 @@ class _Arrival:
         try:
             if not self.card["problem"]:
                 try:
-                    monitor = Monitor(self.card["rank"], self.card["size"], self.card["address"])
+                    monitor = Monitor(self.card["rank"], self.card["size"], self.card["address"], ports_of(self.card))
                     self.card["port"] = monitor.port
                 except OSError as error:
-                    self.card["problem"] = f"cannot listen for the other ranks: {error}"
+                    self.card["problem"] = f"cannot listen for the other ranks: {why_not_listening(error, self.card)}"
             place = self.place = self._find_coordinator(monitor)
             client = self.client = self._enter(place, monitor)
             if monitor is not None and not self.is_here:
@@ -276,7 +277,8 @@ class _Arrival:
             check_addresses([place.card, self.card | {"loopback": "", "problem": ""}])
         try:
             check = partial(self._check_place, place)  # the host of an earlier Coordinator may be gone
-            there, token = (place.address, place.port), place.token.encode()
+            there = seen_from(self.card["address"], place.address), place.port
+            token = place.token.encode()
             purpose = TO_COORDINATOR + b"\0"
             connection = dial(
                 rank, place.rank, there, token, self.deadline, check, purpose=purpose, small_segments=True

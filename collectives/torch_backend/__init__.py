@@ -36,10 +36,12 @@ def register() -> None:
 
 
 def _make(given: Any, options: object) -> GradwireGroup:
-    """Return a group. given: the store, ranks and timeout, from torch. Raises ValueError if there are options."""
+    """Return a group. given: the store, ranks and timeout, from torch. options: the Membership of the ranks if they have met, and
+    None otherwise; raises ValueError for others."""
+    from gradwire.collectives.control.membership import Membership
     from gradwire.collectives.torch_backend.group import GradwireGroup
 
-    if options is not None:
+    if options is not None and not isinstance(options, Membership):
         raise ValueError(f"rank {given.group_rank}: pg_options={options!r}: the backend {TORCH_BACKEND} takes none")
     ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
-    return GradwireGroup(given.store, given.group_rank, ranks, given.timeout)
+    return GradwireGroup(given.store, given.group_rank, ranks, given.timeout, options)

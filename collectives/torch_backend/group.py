@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -20,8 +21,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives import cores
 from gradwire.collectives.communicator import Communicator, abandon_all, close_all
-from gradwire.collectives.control.attempt import Attempt
-from gradwire.collectives.control.membership import coming_together
+from gradwire.collectives.control.attempt import Attempt, Meetings
+from gradwire.collectives.control.membership import Membership, coming_together
 from gradwire.collectives.end_of_backward import EndOfBackward, is_delayable
 from gradwire.collectives.engine.point_to_point import MessageWork
 from gradwire.collectives.environment import TORCH_BACKEND
@@ -82,9 +83,17 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     tensor. Errors are gradwire.collectives.CollectiveError, a DistBackendError, and name the ranks at fault.
     """
 
-    def __init__(self, store: Store, rank: int, global_ranks: tuple[int, ...], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        global_ranks: tuple[int, ...],
+        timeout: timedelta,
+        met: Membership | None = None,
+    ) -> None:
         """Connect to the other ranks. store: used only by these ranks. rank: this rank's place in global_ranks.
-        timeout: that of connecting, and of each operation. Raises CollectiveError if the ranks do not connect."""
+        timeout: that of connecting, and of each operation. met: the Membership of the ranks, if they have met outside of
+        torch.distributed. Raises CollectiveError if the ranks do not connect."""
         super().__init__(rank, len(global_ranks))
         self._store = store
         self._name = ""
@@ -93,15 +102,25 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         self._coalesced: list[GradwireWork] | None = None
         self._mover = Mover()
         timeout_s = timeout.total_seconds()
-        membership = Attempt(store, TORCH_BACKEND, rank, global_ranks).meet(("cpu",), host_id(), timeout_s)
-        self._own_store = membership.store  # fresh: `store` may hold keys of the processes before a restart
+        self._meetings = (
+            None if dist.is_initialized() else Meetings.of(self)
+        )  # those of the default group, which this one is
+        if met is None:
+            meetings = self._meetings or Meetings.of_default_group()
+            met = Attempt(store, TORCH_BACKEND, rank, global_ranks, meetings).meet(("cpu",), host_id(), timeout_s)
+        met = replace(met, device_types=("cpu",))
+        opened = met.opened()
+        self._own_store = opened.store  # fresh: `store` may hold keys of the processes before a restart
         try:
             self._communicator, self._messages = (
-                Communicator(membership.subset(range(len(global_ranks)), purpose), timeout_s=timeout_s)
+                Communicator(met.subset(range(len(global_ranks)), purpose), timeout_s=timeout_s)
                 for purpose in ("operations", "messages")
             )
+        except BaseException:
+            self._release()
+            raise
         finally:
-            membership.close()
+            opened.channel.close()
         self._end_of_backward = EndOfBackward()
 
     def nccl(self, device: torch.device | None = None) -> dist.ProcessGroup:
@@ -365,8 +384,16 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
             self._nccl.abort()
 
     def _close(self, close: Callable[[list[Communicator]], None]) -> None:
-        with self._mover.ending():
-            close([self._communicator, self._messages])
+        try:
+            with self._mover.ending():
+                close([self._communicator, self._messages])
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Release the Monitors of the default group, if this is it."""
+        if self._meetings is not None:
+            self._meetings.release()
 
 
 for _newer, _older in _OLDER_NAMES.items():

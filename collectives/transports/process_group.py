@@ -150,6 +150,9 @@ class ProcessGroupTransport(Transport):
         if self._gloo is not None:
             return
         membership, rank = self._membership, self.rank
+        if why := membership.why_no_gloo:
+            detail = f"{why}: use link 'auto' or 'tcp', and another algorithm than 'native'"
+            raise LinkError(rank, timed_out=False, detail=detail, awaited={rank})
         store, timeout = PrefixStore("gloo", membership.store), timedelta(seconds=self._timeout_s)
         address = None if os.environ.get(GLOO_INTERFACE) else membership.address
 

@@ -21,8 +21,8 @@ from gradwire.collectives.control.handshake import (
     OtherBuild,
     build,
     dial,
-    listen,
 )
+from gradwire.collectives.control.ports import listen_in
 from gradwire.collectives.errors import LinkError
 from tests.harness import wait_until
 from tests.soak.strangers import FLOOD_BYTES, NESTED, greeting, proof
@@ -36,7 +36,7 @@ HTTP = b"GET / HTTP/1.1\r\n\r\n"
 @pytest.fixture
 def door() -> Iterator[Door]:
     """That of rank 2."""
-    with closing(Door(listen("127.0.0.1", 16), 2, SECRET, most=3)) as made:
+    with closing(Door(listen_in("127.0.0.1", None, 16), 2, SECRET, most=3)) as made:
         yield made
 
 

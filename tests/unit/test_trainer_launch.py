@@ -123,6 +123,7 @@ def test_slurm_ports_differ_by_job_and_step() -> None:
     ports = {meet(SLURM | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step})[1] for job in ("4711", "4712") for step in "01"}
     assert len(ports) == 4
     assert all(1024 < port < 32768 for port in ports), "outside of the range of ephemeral ports"
+    assert meet(SLURM | {"SLURM_JOB_ID": "4711", "COLLECTIVES_PORTS": "29600-29601"})[1] in (29600, 29601)
 
 
 def test_open_mpi_on_one_host_needs_nothing_set() -> None:

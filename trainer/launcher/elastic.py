@@ -16,7 +16,7 @@ from gradwire.trainer.launcher.hosts import Host, parse_hosts, place
 from gradwire.trainer.launcher.options import Elastic, Job
 from gradwire.trainer.launcher.output import say
 from gradwire.trainer.launcher.policy import JobPolicy
-from gradwire.trainer.launcher.reach import RUN_ID, address_for, start_store
+from gradwire.trainer.launcher.reach import RUN_ID, address_for, ports_for, start_store
 from gradwire.trainer.launcher.workers import Action, Begin, End, Say, Update
 from gradwire.trainer.world.generations import WORKER, Generations
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
@@ -36,7 +36,7 @@ class ElasticRanks(JobPolicy):
         self._job, self._environment = job, environment
         self._is_here = wanted.discovery_script is None and all(host.is_here for host in job.hosts)
         address = "127.0.0.1" if self._is_here else address_for(job.hosts, job, environment)
-        store = start_store(address, job.master_port or 0)
+        store = start_store(address, job.master_port or 0, ports_for(job, environment))
         self._generations = Generations(store)
         self._generations.limit_wait(wanted.timeout_s)
         self._of_all = {MASTER_PORT: str(store.port), RUN_ID: str(uuid.uuid4()), AGENT_STORE: "True"}

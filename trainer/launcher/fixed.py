@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from gradwire.collectives.environment import AGENT_STORE
 from gradwire.trainer.launcher.options import Job
-from gradwire.trainer.launcher.reach import RUN_ID, address_for, address_of, start_store
+from gradwire.trainer.launcher.reach import RUN_ID, address_for, address_of, ports_for, start_store
 from gradwire.trainer.launcher.workers import Action, End, Start, Workers
 from gradwire.trainer.world.generations import Generation
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT, PORTS
@@ -37,7 +37,8 @@ class FixedRanks:
         self._generation = Generation(0, tuple(range(len(places))), tuple(node for node, _ in places))
         address, port = rendezvous_of(job, environment)
         # The launcher has the store if it is on the first host, else rank 0.
-        self._store = start_store(address, port) if job.hosts[0].is_here else None
+        ports = ports_for(job, environment)
+        self._store = start_store(address, port, ports) if job.hosts[0].is_here else None
         self._of_all = {
             MASTER_ADDR: address,
             MASTER_PORT: str(port if self._store is None else self._store.port),
@@ -93,4 +94,4 @@ def rendezvous_of(job: Job, environment: Mapping[str, str]) -> tuple[str, int]:
     if others:
         address = address_for(job.hosts, job, environment) if first.is_here else address_of(first, job)
         return address, job.master_port or _MASTER_PORT
-    return "127.0.0.1", job.master_port or (0 if first.is_here else random.choice(PORTS))
+    return "127.0.0.1", job.master_port or (0 if first.is_here else random.choice(ports_for(job, environment) or PORTS))

@@ -17,7 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradwire.collectives.control.asking import look_up
 from gradwire.collectives.control.own_address import own_address
-from gradwire.collectives.environment import HOST_ID
+from gradwire.collectives.control.ports import listen_in, listen_on
+from gradwire.collectives.environment import HOST_ID, listening_ports
 from gradwire.trainer.launcher.agent import Lines
 from gradwire.trainer.launcher.hosts import Host
 from gradwire.trainer.launcher.options import Job
@@ -141,13 +142,21 @@ def address_of(host: Host, job: Job) -> str:
         return host.name
 
 
-def start_store(address: str, port: int) -> TCPStore:
-    """Start the store of a job in this process, and return it. port: 0 for a free one. Raises ValueError if the port is
-    taken."""
+def ports_for(job: Job, environment: Mapping[str, str]) -> range | None:
+    """Return the ports on which a job's processes may listen; None if the system chooses them. Raises ValueError."""
+    return listening_ports({**environment, **job.settings})
+
+
+def start_store(address: str, port: int, ports: range | None) -> TCPStore:
+    """Start the store of a job in this process, and return it. port: 0 for a free one of `ports`, see ports.listen_in(). Raises
+    ValueError if the port is taken."""
     try:
-        return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S))
-    except RuntimeError as error:
-        raise ValueError(f"--master-port {port}: {str(error).splitlines()[0]}") from error
+        listening = listen_in("", ports) if port == 0 else listen_on("", port)
+    except OSError as error:
+        raise ValueError(f"--master-port {port}: {error.strerror}" if port else str(error.strerror)) from error
+    place, limit = listening.getsockname()[1], timedelta(seconds=_STORE_S)
+    descriptor = listening.detach()  # the store closes it
+    return TCPStore(address, place, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def command_on(host: Host, job: Job, agent: list[str], environment: Mapping[str, str]) -> list[str]:

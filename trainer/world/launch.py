@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gradwire.collectives.environment import listening_ports
+
 MASTER_ADDR = "MASTER_ADDR"
 MASTER_PORT = "MASTER_PORT"
 
@@ -38,7 +40,8 @@ _HOROVODRUN_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 #: Variables that only srun sets: they are missing in the shell and in the script of a job.
 _OF_SRUN = {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"}
 
-#: The ports from which a rendezvous port is chosen: outside of the range from which Linux assigns ports to clients.
+#: The ports from which a rendezvous port is chosen without COLLECTIVES_PORTS: outside of the range from which Linux assigns ports
+#: to clients.
 PORTS = range(15000, 15000 + 16384)
 
 # In the order of precedence. Slurm is last: its variables are also set for an mpirun or torchrun inside of a job.
@@ -146,7 +149,8 @@ def _derived_port(environment: Mapping[str, str], launcher: str, on_one_host: bo
         number = zlib.crc32(environment["PMIX_NAMESPACE"].encode())
     elif launcher == MPICH and on_one_host and (process := launching_process(_MPICH_RANK)) is not None:
         number = process[0]
-    return None if number is None else PORTS[number % len(PORTS)]
+    ports = listening_ports(environment) or PORTS
+    return None if number is None else ports[number % len(ports)]
 
 
 def launching_process(rank_variable: str) -> list[int] | None:

@@ -35,7 +35,7 @@ from gradwire.collectives.control.membership import (
 from gradwire.collectives.control.own_address import card_of, interface_of
 from gradwire.collectives.control.rendezvous import rendezvous as meet_by
 from gradwire.collectives.daemon_thread import DaemonThread
-from gradwire.collectives.environment import AGENT_STORE, GLOO_INTERFACE
+from gradwire.collectives.environment import AGENT_STORE, GLOO_INTERFACE, TORCH_BACKEND
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.schedules.topology import host_id, machine_id
 from gradwire.collectives.torch_internals import forget_failed_groups, left_to_parent
@@ -134,7 +134,11 @@ def meet(
     try:
         interface = name_interface(membership.address)
         with coming_together(launch.rank, timeout_s, membership.channel, "init"):
-            _bounded(make_group, deadline + _GRACE_S, hang_up, membership.channel.check)
+            if membership.why_no_gloo:  # gradwire's own backend needs no store: the ranks have met
+                init_group(TORCH_BACKEND, timeout_s, group_store, launch.rank, launch.size, membership)
+                deadline = time.monotonic() + timeout_s  # it may have compiled kernels
+            else:
+                _bounded(make_group, deadline + _GRACE_S, hang_up, membership.channel.check)
             membership.everyones("met", b"", deadline)  # from now on a rank may leave: none is still connecting
             group = dist.group.WORLD
             assert group is not None
@@ -274,11 +278,14 @@ def _bounded(
         raise
 
 
-def init_group(backend: str, timeout_s: float, store: Store, rank: int, size: int) -> None:
-    """Initialize torch.distributed. In an elastic job, errors get no prefix by torch's hook, which would add one for each
-    world: the launcher names the worker in each line."""
+def init_group(
+    backend: str, timeout_s: float, store: Store, rank: int, size: int, met: Membership | None = None
+) -> None:
+    """Initialize torch.distributed. met: the ranks, for gradwire's own backend only. In an elastic job, errors get no prefix by
+    torch's hook, which would add one for each world: the launcher names the worker in each line."""
     hook = sys.excepthook
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, rank=rank, world_size=size)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, pg_options=met)
     if WORKER in os.environ:
         sys.excepthook = hook
 

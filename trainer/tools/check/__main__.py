@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from gradwire.collectives.environment import listening_ports
 from gradwire.collectives.errors import LinkError
 from gradwire.trainer.tools.check.links import links, listen
 from gradwire.trainer.tools.check.machine import Finding, machine
@@ -44,11 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if not 0 < flags.port < 1 << 16:
         parser.error(f"--port must be from 1 to 65535, not {flags.port}")
-    if flags.hosts:
-        try:
+    try:
+        listening_ports(os.environ)  # raises ValueError before any test
+        if flags.hosts:
             return start_on(flags.hosts, flags.port)
-        except (ValueError, LinkError) as error:
-            parser.error(str(error))
+    except (ValueError, LinkError) as error:
+        parser.error(str(error))
     if flags.hosts is not None:
         found = all_pairs(flags.port)
     else:

@@ -121,13 +121,6 @@ def of_strangers() -> Iterator[None]:
         raise ConnectionError(_STRANGE) from error
 
 
-def server(address: str, port: int) -> socket.socket:
-    if address or not socket.has_dualstack_ipv6():
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family)
-    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-
-
 def plain(address: str) -> str:
     """Return an IPv4 address without the prefix that a socket of IPv6 gives it; other addresses unchanged."""
     return address.removeprefix("::ffff:")

@@ -1,4 +1,4 @@
-"""The test of the connections between two hosts, in both directions: at the rendezvous port and at ephemeral ports.
+"""The test of the connections between two hosts, in both directions: at the rendezvous port, and at ports as those of ranks.
 
 The listener accepts one connection after the other at the rendezvous port, until one sends the greeting: of any other, it reads
 no more bytes than that. The two sides then take turns to open ports, to which the other side connects, send a probe longer than a
@@ -15,12 +15,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
+from gradwire.collectives.control.addresses import address_text, without_scope
 from gradwire.collectives.control.asking import look_up
 from gradwire.collectives.control.own_address import own_address
 from gradwire.collectives.control.paths import REMEDY
-from gradwire.collectives.environment import INTERFACE_VARIABLES
+from gradwire.collectives.control.ports import listen_in, listen_on
+from gradwire.collectives.environment import INTERFACE_VARIABLES, listening_ports
 from gradwire.collectives.errors import LinkError
-from gradwire.trainer.tools.check.lines import ANSWER_S, KNOCK_S, MOST_PORTS, JsonLines, of_strangers, plain, server
+from gradwire.trainer.tools.check.lines import ANSWER_S, KNOCK_S, MOST_PORTS, JsonLines, of_strangers, plain
 from gradwire.trainer.tools.check.machine import Finding
 
 #: How many ports each side opens beside the rendezvous port, and the number of round trips.
@@ -71,7 +73,7 @@ def _both_directions(line: JsonLines, host: str, address: str, port: int) -> Ite
     seen = answer["seen"]
     with suppress(LinkError, ValueError):  # the test of this machine reports it
         given = own_address(os.environ, time.monotonic() + ANSWER_S, host)
-        if given != seen and not ipaddress.ip_address(seen).is_loopback:
+        if without_scope(given) != without_scope(seen) and not ipaddress.ip_address(seen).is_loopback:
             variable = next((name for name in INTERFACE_VARIABLES if os.environ.get(name)), None)
             do = (
                 f"correct or unset {variable}"
@@ -93,7 +95,7 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
     """Take part in the test of another host, if it connects within timeout_s seconds."""
     end = time.monotonic() + timeout_s
     try:
-        listening = server("", port)
+        listening = listen_on("", port)
     except OSError as error:
         do = "end the process that uses it, or give another --port"
         yield Finding("failed", f"cannot listen at port {port}: {error.strerror}", do)
@@ -106,7 +108,7 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
                 connection, peer = listening.accept()
             except TimeoutError:
                 break
-            name = plain(peer[0])
+            name = plain(address_text(peer))
             with connection:
                 try:
                     with of_strangers():
@@ -132,12 +134,13 @@ def _answer(line: JsonLines, peer: str) -> None:
 
 
 def _open(stack: ExitStack, connection: socket.socket, port: int | None) -> list[int]:
-    """Listen at ephemeral ports, and at a given one if it is free, until the stack is closed. Return the ports."""
-    address = plain(connection.getsockname()[0])
+    """Listen at ports as ranks do, and at a given one if it is free, until the stack is closed. Return the ports."""
+    address, allowed = plain(address_text(connection.getsockname())), listening_ports(os.environ)
     found = []
     for number in (*([] if port is None else [port]), *[0] * _DEALT_OUT):
         with suppress(OSError):
-            found.append(stack.enter_context(server(address, number)).getsockname()[1])
+            made = listen_on(address, number) if number else listen_in(address, allowed)
+            found.append(stack.enter_context(made).getsockname()[1])
     return found
 
 

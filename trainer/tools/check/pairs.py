@@ -3,6 +3,7 @@ one after the other."""
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
@@ -12,7 +13,10 @@ from dataclasses import astuple
 from typing import Any
 
 from gradwire.collectives import Communicator
+from gradwire.collectives.control.addresses import seen_from
 from gradwire.collectives.control.interfaces import Interface, interfaces_here
+from gradwire.collectives.control.ports import listen_in
+from gradwire.collectives.environment import listening_ports
 from gradwire.collectives.errors import CollectiveError
 from gradwire.collectives.schedules.topology import host_id
 from gradwire.trainer.launcher.hosts import parse_hosts, place
@@ -28,7 +32,7 @@ from gradwire.trainer.tools.check.cables import (
     slow_pair,
     start_commands,
 )
-from gradwire.trainer.tools.check.lines import ALL_S, KNOCK_S, JsonLines, of_strangers, server
+from gradwire.trainer.tools.check.lines import ALL_S, KNOCK_S, JsonLines, of_strangers
 from gradwire.trainer.tools.check.machine import Finding
 from gradwire.trainer.world.process_sets import global_process_set
 from gradwire.trainer.world.world import communicator_of, current_world, init, shutdown
@@ -59,7 +63,7 @@ def all_pairs(meeting_port: int) -> Iterator[Finding]:
     try:
         communicator, meeting = communicator_of(global_process_set), current_world().meeting
         address = "127.0.0.1" if meeting is None else meeting.membership.address
-        with server("", 0) as listening:
+        with listen_in("", listening_ports(os.environ)) as listening:
             port = listening.getsockname()[1]
             interfaces = [astuple(each) for each in interfaces_here()]
             mine = [communicator.rank, socket.gethostname(), address, port, interfaces]
@@ -108,7 +112,7 @@ def _measured(
 
 def _measure(cable: Cable, port: int) -> Carried:
     """Connect to the second host of a cable, and return what it carries. A cable in use is what the kernel selects."""
-    own, other = cable.addresses
+    own, other = cable.addresses[0], seen_from(*cable.addresses)
     source = None if cable.in_use else (own, 0)
     try:
         with socket.create_connection((other, port), KNOCK_S, source) as connection, of_strangers():
