@@ -17,9 +17,11 @@ _RELEASED_S, _POLL_S = 3.0, 0.05
 class PortsTaken(OSError):
     """No port of COLLECTIVES_PORTS is free."""
 
-    def __init__(self, ports: range) -> None:
+    @staticmethod
+    def of(ports: range) -> PortsTaken:
+        """Return the error for a range of ports."""
         count = f"all {len(ports)} ports are" if len(ports) > 1 else "this port is"
-        super().__init__(errno.EADDRINUSE, f"{PORTS}={ports[0]}-{ports[-1]}: {count} taken on this host")
+        return PortsTaken(errno.EADDRINUSE, f"{PORTS}={ports[0]}-{ports[-1]}: {count} taken on this host")
 
 
 def listen_in(address: str, ports: range | None, backlog: int = socket.SOMAXCONN) -> socket.socket:
@@ -41,7 +43,7 @@ def listen_in(address: str, ports: range | None, backlog: int = socket.SOMAXCONN
                 if error.errno != errno.EADDRINUSE:
                     raise
         if time.monotonic() >= until:
-            raise PortsTaken(ports)
+            raise PortsTaken.of(ports)
         time.sleep(_POLL_S)
 
 
