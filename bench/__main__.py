@@ -13,6 +13,7 @@ MODULES = {
     "gpu": ("gpu.run", 2, "a GPU: steps, calls, overlap, NCCL"),
     "backends": ("training.backends", 2, "torch's ways to train, over gloo and over gradwire"),
     "convergence": ("training.convergence", 4, "training with and without every codec"),
+    "convex": ("training.convex", 4, "a known optimum, with and without error feedback"),
     "rules": ("training.rules", 4, "training by several update rules"),
     "shares": ("training.shares", 2, "a batch divided among unequal ranks"),
     "predicted": ("predicted", 4, "predicted beside measured times"),

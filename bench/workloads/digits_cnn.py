@@ -26,16 +26,21 @@ def network() -> nn.Sequential:
     return nn.Sequential(*parts, nn.Flatten(), nn.Dropout(DROPOUT), nn.Linear(channels * 4, 10))
 
 
-def workload(samples: int, seed: int = 0) -> Workload:
-    """Return the workload. samples: images in a global batch. Raises ModuleNotFoundError without scikit-learn."""
+def digits() -> tuple[Tensor, Tensor]:
+    """Return all images (1797, 1, 8, 8) and their labels, in random order. Raises ModuleNotFoundError without scikit-learn."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}: pip install '.[train]' in a clone of gradwire") from None
-    digits = load_digits()
-    order = np.random.default_rng(SPLIT_SEED).permutation(len(digits.target))
-    images = torch.from_numpy(digits.images[order]).float().unsqueeze(1) / 16
-    labels = torch.from_numpy(digits.target[order]).long()
+    found = load_digits()
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(found.target))
+    images = torch.from_numpy(found.images[order]).float().unsqueeze(1) / 16
+    return images, torch.from_numpy(found.target[order]).long()
+
+
+def workload(samples: int, seed: int = 0) -> Workload:
+    """Return the workload. samples: images in a global batch. Raises ModuleNotFoundError without scikit-learn."""
+    images, labels = digits()
     training = len(labels) - HELD_OUT
 
     def batch(step: int) -> tuple[Tensor, Tensor]:

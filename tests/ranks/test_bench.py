@@ -333,6 +333,20 @@ def test_training_with_codecs(tmp_path: Path) -> None:
     assert "# digits_cnn: " in said
 
 
+@pytest.mark.wide
+def test_error_feedback_reaches_a_minimum_that_codecs_alone_do_not(tmp_path: Path) -> None:
+    bench("convex", "--steps", "400", *into(tmp_path))
+    meta, rows = rows_of(tmp_path / "out.json")
+    assert meta["recorded_steps"][-1] == 400
+    gap = {(row["codec"], row["feedback"], row["schedule"]): row["gap"] for row in rows}
+    for row in rows:
+        assert row["replicas_identical"]
+        assert row["gaps"][0] < 2
+        if row["feedback"]:
+            assert row["gap"] < gap[row["codec"], False, row["schedule"]] / 5
+            assert gap[row["codec"], True, "decaying"] < gap[row["codec"], True, "constant"]
+
+
 RULE_FLAGS = ["--batch", "1", "--context", "16", "--warmup-steps", "2"]
 
 
