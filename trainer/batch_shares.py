@@ -13,28 +13,33 @@ import torch
 from torch.utils.data import Sampler
 
 from gradwire.collectives import PeerJoined
+from gradwire.collectives.errors import by_value, ranks_text
 from gradwire.collectives.torch_internals import runs_hooks
 from gradwire.trainer.checkpoint import on_all_ranks
-from gradwire.trainer.division import Cost, Speed, better, check_bounds, divide
+from gradwire.trainer.division import Cost, Speed, better, change_text, check_bounds, divide
 from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.reducer.agreement import check_settings
+from gradwire.trainer.reducer.arguments import Average
 from gradwire.trainer.reducer.own_times import OwnTimes
 from gradwire.trainer.world.joined import World
-from gradwire.trainer.world.world import current_world, elastic_worker, names_rank
+from gradwire.trainer.world.world import NotInitialized, current_world, elastic_worker, names_rank
 
 _log = logging.getLogger("gradwire")
 
 
 class BatchShares(Sampler[list[int]]):
-    """Yields this rank's part of each global batch: DataLoader(dataset, batch_sampler=hvd.BatchShares(dataset, ...)).
+    """Yields this rank's part of each global batch: DataLoader(dataset, batch_sampler=hvd.BatchShares(dataset, ...)), and not
+    sampler=, with which a DataLoader takes each part for one sample.
 
     The global batches of an epoch are the same for all shares and all numbers of ranks. Each rank gets a part of each batch, and
     all ranks together get every sample once an epoch. The parts differ in size, so call optimizer.weigh(len(batch)) before
-    backward(), which weighs the average of the gradients by it. docs/guides/machines-that-differ.md is the guide.
+    backward(), which weighs the average of the gradients by it. docs/guides/machines-that-differ.md is the guide. With optimizer=
+    and op=Average, a step that uses different parts without weigh() raises ValueError on all ranks.
 
     Without shares=, the parts are equal at first. After each `every` steps, the ranks exchange the times of their own computing,
     without their waits for other ranks. If other parts shorten the predicted step of the slowest rank by more than 3 %, the parts
-    change, from a batch on that no rank's DataLoader has fetched yet. Rank 0 logs each change.
+    change, from a batch on that no rank's DataLoader has fetched yet. If measurements then show that the parts do not help, they
+    are equal again. Rank 0 logs each change at level info.
 
     The last batch holds the rest of the samples. It is divided in the same ratios, with at least one sample for each rank,
     whatever the bounds. If it had fewer samples than there are ranks, its samples are added to the batch before.
@@ -80,7 +85,7 @@ class BatchShares(Sampler[list[int]]):
         self._given = shares
         self._by_hand: list[float] | None = None
         self._first = 0  # the first batch of this epoch to be yielded
-        self._taken: deque[int] = deque()  # the samples of the batches that are yielded, and not used by a step yet
+        self._taken: deque[list[int]] = deque()  # the parts of the batches that are yielded, and not used by a step yet
         self._next = 0  # the batch after the last one that is yielded
         self._changes: list[tuple[int, list[int]]]  # batches of this epoch, and the parts from there on
         self._world: World
@@ -140,7 +145,7 @@ class BatchShares(Sampler[list[int]]):
                 parts = divide(end - begin, [Cost(0.0, 1 / part) for part in parts])
             begin += sum(parts[: self._world.rank])
             batch = order[begin : begin + parts[self._world.rank]].tolist()
-            self._taken.append(len(batch))
+            self._taken.append(parts)
             self._next = number + 1
             yield batch
         self._first = 0
@@ -176,14 +181,19 @@ class BatchShares(Sampler[list[int]]):
 
     def _connect(self) -> None:
         """Check the arguments, and connect to the ranks of the present world. Collective."""
-        world, worker = current_world(), elastic_worker()
+        try:
+            world, worker = current_world(), elastic_worker()
+        except NotInitialized as error:
+            raise NotInitialized(
+                "BatchShares needs the number of ranks: call hvd.init() first, also with DDP"
+            ) from error
         # A process that joins an elastic job later is alone until the job takes it in, and must not fail before.
         is_alone = world.size == 1 and worker is not None and worker.is_late
-        on_all_ranks(
-            world.communicator(),
-            lambda: self._check(world.size, is_alone=is_alone),
-            failed="BatchShares: rank {} was given invalid arguments ({})",
-        )
+        faults = enumerate(world.communicator().allgather_record(self._fault(world.size, is_alone=is_alone)))
+        if wrong := by_value({rank: fault for rank, fault in faults if fault}):
+            raise ValueError(
+                "BatchShares: " + "; ".join(f"{fault} (on {ranks_text(of)})" for fault, of in wrong.items())
+            )
         given = {"shares": self._by_hand, "least": self.least, "most": self.most, "every": self.every}
         settings = {name: str(each) for name, each in {**self._samples, **given}.items()}
         check_settings(
@@ -191,6 +201,14 @@ class BatchShares(Sampler[list[int]]):
         )
         self._world = world
         self._restart(None)
+
+    def _fault(self, size: int, *, is_alone: bool) -> str:
+        """Return what is wrong with the arguments in a world of this size; an empty text if nothing is."""
+        try:
+            self._check(size, is_alone=is_alone)
+        except Exception as error:  # the other ranks would wait for this one
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def _check(self, size: int, *, is_alone: bool) -> None:
         """Raise ValueError or TypeError for invalid arguments in a world of this size."""
@@ -215,7 +233,10 @@ class BatchShares(Sampler[list[int]]):
 
     def _check_optimizer(self, optimizer: Any, size: int) -> None:
         if not isinstance(optimizer, DistributedOptimizer):
-            raise TypeError(f"optimizer must be a DistributedOptimizer, not {optimizer!r}")
+            kind = type(optimizer).__name__
+            raise TypeError(
+                f"optimizer must be a DistributedOptimizer, not {kind}: with DDP, give shares= without optimizer="
+            )
         if optimizer.communicator.size != size:
             raise ValueError(f"optimizer must be of all {size} ranks, not of {optimizer.communicator.size}")
         if not runs_hooks(optimizer.optimizer):
@@ -257,11 +278,19 @@ class BatchShares(Sampler[list[int]]):
     # What follows a step
 
     def _after_step(self, *_: object) -> None:
-        """Count the batches of a step, and measure it. Collective after each `every` steps."""
+        """Count the batches of a step, and measure it. Collective after each `every` steps. Raises ValueError on all ranks if
+        different parts were averaged without weights."""
         assert self.optimizer is not None
-        passes = self.optimizer.backward_passes_per_step
-        samples = [self._taken.popleft() for _ in range(min(passes, len(self._taken)))]
-        self.position += len(samples)
+        passes, rule = self.optimizer.backward_passes_per_step, self.optimizer.rule
+        taken = [self._taken.popleft() for _ in range(min(passes, len(self._taken)))]
+        self.position += len(taken)
+        uneven = next((parts for parts in taken if len(set(parts)) > 1), None)
+        if uneven is not None and rule.setup.op == Average and not rule.weighs:
+            raise ValueError(
+                f"rank {self._world.rank}: this step averaged the gradients of {uneven} samples, one number for each rank, with "
+                "equal weights: call optimizer.weigh(len(batch)) before each backward(), or use op=hvd.Sum"
+            )
+        samples = [parts[self._world.rank] for parts in taken]
         if self._own_times is not None:
             self._own_times.record(sum(samples) // len(samples) if samples else 0)
             if (self.optimizer.steps + 1) % self.every == 0:  # join() makes steps equal
@@ -289,7 +318,5 @@ class BatchShares(Sampler[list[int]]):
         begin = max(number for number, *_ in everyones)
         self._changes.append((begin, found))
         if self._world.rank == 0:
-            slowest_s = [max(map(Cost.seconds, costs, each)) for each in (parts, found)]
-            said = "gradwire: the ranks' parts of a batch change from %s to %s samples, from batch %d of epoch %d on: a step of "
-            said += "the slowest rank is predicted to take %.3g ms instead of %.3g ms"
-            _log.info(said, parts, found, begin, self.epoch, 1e3 * slowest_s[1], 1e3 * slowest_s[0])
+            change = f"{change_text(parts, found, costs)}, from batch {begin} of epoch {self.epoch} on"
+            _log.info("gradwire: the ranks' parts of a batch change %s", change)

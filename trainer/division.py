@@ -18,6 +18,12 @@ _KEPT = 4
 WORTH = 0.03
 """New parts must shorten the step of the slowest rank by more than this share."""
 
+USEFUL = 0.01
+"""Parts that shorten the step of the slowest rank by less than this share, compared with equal parts, are of no use."""
+
+_FLAT = 1e-6
+"""The share of a step that each sample takes if the measured steps do not get shorter with fewer samples."""
+
 
 class Cost(NamedTuple):
     """The seconds of a step on a rank: `fixed`, and `per_sample` for each sample of its part of the batch."""
@@ -33,9 +39,9 @@ class Cost(NamedTuple):
 def check_bounds(samples: int, ranks: int, least: int, most: int | None) -> None:
     """Raise ValueError unless so many samples can be divided among the ranks with at least `least` and at most `most` each."""
     if samples < least * ranks:
-        raise ValueError(f"{samples} samples are too few for {ranks} ranks with at least {least} samples each")
+        raise ValueError(f"global_batch must be at least {least * ranks} (least={least}, {ranks} ranks), not {samples}")
     if most is not None and samples > most * ranks:
-        raise ValueError(f"{samples} samples are too many for {ranks} ranks with at most {most} samples each")
+        raise ValueError(f"global_batch must be at most {most * ranks} (most={most}, {ranks} ranks), not {samples}")
 
 
 def divide(samples: int, costs: Sequence[Cost], least: int = 1, most: int | None = None) -> list[int]:
@@ -69,10 +75,34 @@ def divide(samples: int, costs: Sequence[Cost], least: int = 1, most: int | None
 
 
 def better(parts: Sequence[int], costs: Sequence[Cost], least: int, most: int | None) -> list[int] | None:
-    """Return new parts of a batch; None unless they shorten the predicted step of the slowest rank by more than WORTH."""
+    """Return new parts of a batch, or None to keep them.
+
+    New parts shorten the predicted step of the slowest rank by more than WORTH. If there are none, and the present parts are not
+    USEFUL, the new parts are equal ones."""
     found = divide(sum(parts), costs, least, most)
-    before, after = (max(cost.seconds(part) for cost, part in zip(costs, each, strict=True)) for each in (parts, found))
-    return found if after < (1 - WORTH) * before else None
+    equal = equal_parts(sum(parts), len(parts), least, most)
+    now_s, found_s, equal_s = (slowest_s(each, costs) for each in (parts, found, equal))
+    if found_s < (1 - WORTH) * now_s:
+        return found
+    return equal if list(parts) != equal and now_s > (1 - USEFUL) * equal_s else None
+
+
+def equal_parts(samples: int, ranks: int, least: int = 1, most: int | None = None) -> list[int]:
+    """Return the parts of a batch among ranks that are equally fast."""
+    return divide(samples, [Cost(0.0, 1.0)] * ranks, least, most)
+
+
+def slowest_s(parts: Sequence[int], costs: Sequence[Cost]) -> float:
+    """Return the seconds of a step of the slowest rank."""
+    return max(map(Cost.seconds, costs, parts))
+
+
+def change_text(parts: Sequence[int], found: Sequence[int], costs: Sequence[Cost]) -> str:
+    """Return from which parts of a batch to which better() changes them, and why."""
+    now_s, then_s = slowest_s(parts, costs), slowest_s(found, costs)
+    why = "" if then_s < (1 - WORTH) * now_s else "different parts do not help, and with equal ones "
+    why += f"a step of the slowest rank is predicted to take {1e3 * then_s:.3g} ms instead of {1e3 * now_s:.3g} ms"
+    return f"from {parts} to {found} samples ({why})"
 
 
 class Speed:
@@ -80,34 +110,38 @@ class Speed:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # by the number of samples, the last measured ones last
+        self._shape = Cost(0.0, 1.0)  # a multiple of this is the Cost of a rank with one measurement
 
     @property
     def cost(self) -> Cost | None:
         """Return the rank's Cost; None before its first measurement.
 
-        With sufficiently different numbers of samples, it is a least-squares line. Otherwise, or if noise or a change of the
-        rank's speed makes such a line impossible, it is proportional to the samples of the last measurement."""
+        With sufficiently different numbers of samples, it is a least-squares line. If that would fall, more samples take
+        no longer. If it would be negative for no samples, steps are proportional to the samples. The step with the last measured
+        number of samples has its measured time then. Otherwise, steps are proportional to the samples at first, and after a
+        change of the rank's speed to the steps before."""
         if not self._seconds:
             return None
         if (line := self._line()) is not None:
             return line
-        samples, seconds = next(reversed(self._seconds.items()))
-        return Cost(0.0, seconds / samples)
+        return self._scaled(self._shape)
 
     def measured(self, seconds: Mapping[int, float]) -> None:
-        """Add the measured seconds of steps, by their number of samples. Forget the former ones if the rank has changed."""
+        """Add the measured seconds of steps, by their number of samples. If the rank has changed since it was measured with as
+        many samples, forget that measurement and the older ones."""
         for samples, taken in seconds.items():
-            line = self._line()
-            former = self._seconds.get(samples, None if line is None else line.seconds(samples))
+            former = self._seconds.get(samples)
             if former is not None and abs(taken - former) > _CHANGED * former:
-                self._seconds.clear()
+                self._shape = self._line() or self._shape
+                while samples in self._seconds:
+                    self._seconds.pop(next(iter(self._seconds)))
             self._seconds.pop(samples, None)
             self._seconds[samples] = taken
         while len(self._seconds) > _KEPT:
             self._seconds.pop(next(iter(self._seconds)))
 
     def _line(self) -> Cost | None:
-        """Return the least-squares line of seconds over samples; None if it is not a possible Cost."""
+        """Return the Cost by measurements of sufficiently different numbers of samples; None without them."""
         if not self._seconds or max(self._seconds) < _SPREAD * min(self._seconds):
             return None
         mean_samples = sum(self._seconds) / len(self._seconds)
@@ -115,4 +149,12 @@ class Speed:
         spread = sum((samples - mean_samples) ** 2 for samples in self._seconds)
         slope = sum((samples - mean_samples) * (taken - mean_s) for samples, taken in self._seconds.items()) / spread
         fixed = mean_s - slope * mean_samples
-        return Cost(fixed, slope) if slope > 0 and fixed >= 0 else None
+        if slope <= 0:
+            return self._scaled(Cost(1.0, _FLAT))
+        return Cost(fixed, slope) if fixed >= 0 else self._scaled(Cost(0.0, 1.0))
+
+    def _scaled(self, shape: Cost) -> Cost:
+        """Return the multiple of a Cost that is right for the last measured step."""
+        samples, taken = next(reversed(self._seconds.items()))
+        factor = taken / shape.seconds(samples)
+        return Cost(shape.fixed * factor, shape.per_sample * factor)

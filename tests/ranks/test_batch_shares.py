@@ -27,6 +27,7 @@ def step(optimizer: hvd.DistributedOptimizer, numbers: Any = (), seconds: float 
     """Take a step. seconds: of each sample."""
     time.sleep(seconds * len(numbers))
     optimizer.zero_grad()
+    optimizer.weigh(len(numbers) or 1)
     sum(parameter.square().sum() for group in optimizer.param_groups for parameter in group["params"]).backward()
     optimizer.step()
 
@@ -256,6 +257,29 @@ def test_ranks_at_different_batches_are_an_error_on_all_ranks() -> None:
     next(iter(sampler))
     with pytest.raises(ValueError, match="different batches"):
         step(optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize(("shares", "sizes"), [([3, 1], [4, 5]), ([1, 1], [4, 5]), ([1, 1], [4, 4])])
+def test_different_parts_that_are_averaged_without_weights_are_an_error_on_all_ranks(
+    shares: list[int], sizes: list[int], op: str
+) -> None:
+    """A last batch of five samples has different parts, too."""
+    optimizer = made(op=op)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    sampler = hvd.BatchShares(range(sum(sizes)), 4, optimizer=optimizer, shares=shares)
+    taken = 0
+    for number, _ in enumerate(sampler):
+        optimizer.zero_grad()
+        parameter.square().sum().backward()
+        if op == hvd.Average and sampler.position == number and (shares != [1, 1] or sizes[number] % 2):
+            with pytest.raises(ValueError, match=rf"rank {hvd.rank()}: .*weigh"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        taken += 1
+    assert taken == 2
 
 
 @on_ranks(2)

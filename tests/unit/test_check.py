@@ -297,3 +297,5 @@ def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         command.main(["--host", "a", "--listen"])
     with pytest.raises(SystemExit):
         command.main(["--hosts", "localhost"])
+    with pytest.raises(SystemExit):  # names are left out, and no launcher has started this process
+        command.main(["--hosts"])

@@ -183,11 +183,11 @@ class Kept:
 
 
 def reported(
-    waits: list[list[float]], every: int, step_s: float = 1.0
+    waits: list[list[float]], every: int, step_s: float = 1.0, *, weighs: bool = False
 ) -> tuple[Stragglers | None, list[StragglerWatch]]:
     """waits[step][rank], in seconds."""
     ranks, moments = Ranks(len(waits[0])), [Kept() for _ in waits[0]]
-    watches = [StragglerWatch(ranks, of_rank, every) for of_rank in moments]  # type: ignore[arg-type]
+    watches = [StragglerWatch(ranks, of_rank, every, lambda: weighs) for of_rank in moments]  # type: ignore[arg-type]
     for number, of_step in enumerate(waits):
         for rank, waited_s in enumerate(of_step):
             ranks.rank = rank
@@ -218,6 +218,13 @@ def test_the_shares_that_make_ranks_equal_come_from_their_own_computing() -> Non
     assert report is not None
     assert report.batch_shares == pytest.approx((4 / 7, 2 / 7, 1 / 7))
     assert "a share of 0.14 instead of 0.33 makes rank 2 equal" in str(report)
+
+
+def test_weighed_batches_may_differ_and_no_shares_are_advised() -> None:
+    report, _ = reported([[0.0] * 3, *[[0.75, 0.5, 0.0]] * 4], every=4, weighs=True)
+    assert report is not None
+    assert report.batch_shares is None
+    assert "BatchShares" not in str(report)
 
 
 def test_two_that_are_slow_alike_are_both_told_once_all_have_reported() -> None:

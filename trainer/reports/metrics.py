@@ -107,7 +107,9 @@ class Reports:
         self._began_ns = 0
         self._stragglers: StragglerWatch | None = None
         if rule.times is not None and self._communicator.size > 1:
-            self._stragglers = StragglerWatch(self._communicator, rule.times, wanted.straggler_report_every)
+            self._stragglers = StragglerWatch(
+                self._communicator, rule.times, wanted.straggler_report_every, lambda: rule.weighs
+            )
         folder = report_folder(os.environ)
         self._journal = None if folder is None else open_journal(folder, rule)
         # Nobody else needs the record of a step: stragglers are found by exchanges, of which a step may have several.

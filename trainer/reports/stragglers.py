@@ -11,7 +11,8 @@ since the CPU runs ahead of its device.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,8 @@ class Stragglers:
     step_s: the mean seconds from one exchange to the next. cost_s, worst_s: for each rank, the mean and the maximum of its
     delay, in seconds. waited_s: for each rank i, a tuple with the mean seconds by which rank i was ready before each rank r.
     batch_shares: for each rank, the share of a batch with which all ranks would compute equally long, if they have equal shares
-    now, and their own computing takes time in proportion to the samples. Their sum is 1.
+    now, and their own computing takes time in proportion to the samples. Their sum is 1. None if weigh() is used, since the
+    ranks' batches may differ then.
     """
 
     steps: int
@@ -59,7 +61,7 @@ class Stragglers:
     cost_s: tuple[float, ...]
     worst_s: tuple[float, ...]
     waited_s: tuple[tuple[float, ...], ...]
-    batch_shares: tuple[float, ...]
+    batch_shares: tuple[float, ...] | None
 
     @property
     def slowest(self) -> int:
@@ -89,23 +91,29 @@ class Stragglers:
         return self.cost_s[self.slowest] / self.step_s if self.step_s else 0.0
 
     def __str__(self) -> str:
-        rank = self.slowest
+        rank, advice = self.slowest, ""
+        if self.batch_shares is not None:
+            advice = (
+                f". If all ranks have equal parts of a batch, a share of {self.batch_shares[rank]:.2f} instead of "
+                f"{1 / len(self.batch_shares):.2f} makes rank {rank} equal (hvd.BatchShares)"
+            )
         return (
             f"the others waited {self.cost_s[rank]:.3f} s a step for rank {rank} ({self.share:.0%} of {self.step_s:.3f} s; "
-            f"at most {self.worst_s[rank]:.3f} s) in {self.steps} steps, up to exchange {self.last} of gradients. "
-            f"If all ranks have equal parts of a batch, a share of {self.batch_shares[rank]:.2f} instead of "
-            f"{1 / len(self.batch_shares):.2f} makes rank {rank} equal (hvd.BatchShares)"
+            f"at most {self.worst_s[rank]:.3f} s) in {self.steps} steps, up to exchange {self.last} of gradients{advice}"
         )
 
 
 class StragglerWatch:
     """Posts this rank's waits in windows of `every` exchanges. Rank 0 logs when the same rank has delayed the others in
-    several windows in a row, and when that ends."""
+    several windows in a row, and when that ends. weighs: returns whether weigh() is used."""
 
-    def __init__(self, communicator: Communicator, times: ExchangeTimes, every: int) -> None:
+    def __init__(
+        self, communicator: Communicator, times: ExchangeTimes, every: int, weighs: Callable[[], bool]
+    ) -> None:
         self._communicator = communicator
         self._times = times
         self._every = every
+        self._weighs = weighs
         self._posted: int | None = None  # the number of exchanges at the last post
         self._judged = self._first = 0
         self._last: int | None = None  # the rank that delayed the others in the last window
@@ -174,7 +182,8 @@ class StragglerWatch:
         for key in ("waited", "step"):
             by_number = [dict(zip(posted[rank]["numbers"], posted[rank][key], strict=True)) for rank in sorted(posted)]
             found.append(np.array([[values[number] for number in compared] for values in by_number]) / 1e6)
-        return stragglers_of(compared[-1], found[0], found[1])
+        report = stragglers_of(compared[-1], found[0], found[1])
+        return replace(report, batch_shares=None) if self._weighs() else report
 
 
 def stragglers_of(last: int, waited: npt.NDArray[np.float64], step: npt.NDArray[np.float64]) -> Stragglers:

@@ -242,6 +242,10 @@ class LocalSteps(Rule):
         self._averaging.weigh(samples)
         self._weighs = True
 
+    @property
+    def weighs(self) -> bool:
+        return self._weighs
+
     def synchronize(self) -> None:
         self._begin()
         if self._averaging is not None:

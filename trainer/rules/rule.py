@@ -108,6 +108,11 @@ class Rule:
             "rules.Sharded, rules.NextForward or rules.LocalUpdates"
         )
 
+    @property
+    def weighs(self) -> bool:
+        """Return whether weigh() was ever called."""
+        return False
+
     def synchronize(self) -> None:
         """Exchange all data that the optimizer's step needs, unless that is done."""
 

@@ -60,6 +60,10 @@ class Synchronous(Rule):
     def weigh(self, samples: float | Tensor) -> None:
         self.reducer.weigh(samples)
 
+    @property
+    def weighs(self) -> bool:
+        return self.reducer.weights.is_used
+
     def synchronize(self) -> None:
         self.reducer.flush()
 

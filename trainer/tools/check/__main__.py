@@ -23,6 +23,7 @@ from gradwire.trainer.tools.check.links import links, listen
 from gradwire.trainer.tools.check.machine import Finding, machine
 from gradwire.trainer.tools.check.pairs import all_pairs, start_on
 from gradwire.trainer.tools.check.ranks import two_ranks
+from gradwire.trainer.world.launch import ALONE, read_launch
 
 _LISTEN_S = 600.0
 
@@ -52,6 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, LinkError) as error:
         parser.error(str(error))
     if flags.hosts is not None:
+        if read_launch(os.environ) is ALONE:
+            parser.error(
+                "--hosts without names measures between the ranks of a launcher, and there is none: give --hosts a,b,c"
+            )
         found = all_pairs(flags.port)
     else:
         found = listen(flags.port, _LISTEN_S) if flags.listen else _checks(flags.host, flags.port)
