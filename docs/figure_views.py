@@ -290,6 +290,27 @@ def losses(name: str) -> str:
     return _table(heading, cells, f"---{'|---:' * (len(heading) - 1)}")
 
 
+def convex(name: str) -> str:
+    """Return a table of the codecs of `bench convex`: the loss above its minimum at the end, over that at the start, without and
+    with error feedback for each schedule of the step size."""
+    rows = figures(name)["rows"]
+    columns = [(each, on) for each in dict.fromkeys(row["schedule"] for row in rows) for on in (False, True)]
+    gaps = {(row["codec"], row["schedule"], row["feedback"]): f"{row['gap']:.1g}".replace("e-0", "e-") for row in rows}
+    heading = [f"{each} step size, {'with feedback' if on else 'without'}" for each, on in columns]
+    codecs = dict.fromkeys(row["codec"] for row in rows)
+    cells = ((f"`{codec}`", *(gaps.get((codec, *column), "") for column in columns)) for codec in codecs)
+    return _table(("codec", *heading), cells, f"---{'|---:' * len(columns)}")
+
+
+def ratio(name: str, field: str, competitor: str, base: str) -> str:
+    """Return a field of a run's competitor or codec, divided by that of another one, for a place within a line. Hyphens replace
+    the spaces of their names."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in figures(name)["rows"]:
+        rows.setdefault(row.get("competitor", row.get("codec")).partition("@")[0].replace(" ", "-"), row)
+    return _number(rows[competitor][field] / rows[base][field])
+
+
 def rules(*names: str) -> str:
     """Return a table of update rules, of one run or several with the same seed: ratios to the first row of all."""
     runs = [figures(name) for name in names]
@@ -404,6 +425,8 @@ VIEWS: dict[str, Callable[..., str]] = {
     "gpu_overlap": gpu_overlap,
     "gpu_goals": gpu_goals,
     "losses": losses,
+    "convex": convex,
+    "ratio": ratio,
     "rules": rules,
     "command": command,
     "predictions": predictions,

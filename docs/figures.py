@@ -7,7 +7,8 @@ what the command of NAME wrote elsewhere. Simulated hosts need root, and mpirun 
     <!-- figures: VIEW NAME ... --> ... <!-- /figures -->
 
 holds what VIEW (docs/figure_views.py) makes of docs/figures/NAME.json, or of several runs. Where a run is not measured yet, or
-not with the command that it has here, the page says so. A test fails where a page and its JSON differ.
+not with the command that it has here, the page says so. A test fails where a page and its JSON differ. The view `ratio` stands in
+a line, and takes a run, a field and two competitors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from figure_views import DOCS, FOLDER, VIEWS, figures
 from gradwire.bench.results import commit
 
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
-MARK = re.compile(r"(<!-- figures: (\S+)((?: [\w./-]+)+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- figures: (\S+)((?: [\w./+-]+)+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 
 _TORCHRUN = "torchrun --nproc-per-node {} -m gradwire.bench"
 _HOSTS = "python -m gradwire.bench hosts --hosts {} --ranks {} --rate {} --"
@@ -63,6 +64,7 @@ RUNS: dict[str, str] = {
     "codecs-gpu": "python -m gradwire.bench codec --device cuda",
     "gpu": f"{_TORCHRUN.format(2)} gpu",
     "convergence": f"{_TORCHRUN.format(4)} convergence --steps 100",
+    "convex": f"{_TORCHRUN.format(4)} convex",
     "rules-slow-link": f"{_HOSTS.format(4, 4, '100mbit')} rules synchronous+powersgd average+onebit {_LOCAL} --seconds 240"
     " --warmup-codec powersgd",
     "rules-gigabit": f"{_HOSTS.format(4, 4, '1gbit')} rules ddp synchronous+powersgd average+int4 {_LOCAL} --seconds 180"

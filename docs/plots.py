@@ -18,7 +18,8 @@ from gradwire.bench.codec import plot as codec_plot
 from gradwire.bench.codec.turns import CodecRow
 from gradwire.bench.micro import plot as micro_plot
 from gradwire.bench.micro.table import Row
-from gradwire.bench.training import rules_report, shares_report
+from gradwire.bench.training import convex_report, rules_report, shares_report
+from gradwire.bench.training.convex_report import ConvexRow
 from gradwire.bench.training.rules_report import RuleRow
 from gradwire.bench.training.shares_report import ShareRow
 
@@ -58,6 +59,7 @@ def pictures() -> Iterator[Picture]:
     yield Picture("hosts", "allreduce-8-ranks-1gbit", Row, micro_plot.draw)
     yield Picture("shared-memory", "peers-2-shared", Row, micro_plot.draw)
     yield Picture("codecs", "codecs", CodecRow, codec_plot.draw)
+    yield Picture("convex", "convex", ConvexRow, convex_report.draw)
     for name in ("rules-slow-link", "rules-gigabit", "rules-slow-rank"):
         yield Picture(name, name, RuleRow, rules_report.draw)
     yield Picture("shares", "shares-one-host", ShareRow, shares_report.draw)
