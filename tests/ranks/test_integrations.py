@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import yaml
 
 from tests.interpreter import python
 from tests.pages import ROOT
-from tests.ranks.programs import DEADLINE_S, ended, launch, start
+from tests.ranks.programs import DEADLINE_S, ended, launch, launch_text, start
 
 FOLDER = ROOT / "docs" / "integrations"
 RUNNER = Path(__file__).with_name("run_integration.py")
@@ -28,11 +29,11 @@ def needs(package: str) -> Any:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
-def call(command: list[str], *folders: Path, **environment: str) -> str:
+def call(command: list[str], *folders: Path, deadline_s: float = DEADLINE_S, **environment: str) -> str:
     """Run a command that may start the test's python, torchrun too, and what is in the folders; return its output."""
     first = [*folders, Path(python()).parent, Path(sys.executable).parent]
     path = os.pathsep.join([*map(str, first), os.environ["PATH"]])
-    status, output = ended(start(command, FOLDER, PATH=path, HF_HUB_OFFLINE="1", **environment))
+    status, output = ended(start(command, FOLDER, PATH=path, HF_HUB_OFFLINE="1", **environment), deadline_s)
     assert status == 0, output
     return output
 
@@ -65,10 +66,27 @@ def test_a_script_is_short(script: str) -> None:
         pytest.param("timm_train.py", 12, marks=needs("timm")),
         pytest.param("lightning_module.py", 16, marks=needs("lightning")),
         pytest.param("ignite_engine.py", 20, marks=needs("ignite")),
+        pytest.param("fastai_learner.py", 20, marks=needs("fastai")),
+        pytest.param("muon_train.py", 20, marks=needs("muon")),
+        pytest.param("nanogpt_loop.py", 12, marks=pytest.mark.wide),
     ],
 )
 def test_a_script(tmp_path: Path, script: str, exchanges: int) -> None:
     assert_compressed_and_alike(run(script, tmp_path / "out"), exchanges)
+
+
+@needs("sentence_transformers")
+def test_sentence_transformers(tmp_path: Path) -> None:
+    ends = run("sentence_transformers_train.py", tmp_path / "out", "--output_dir", str(tmp_path / "saved"))
+    assert_compressed_and_alike(ends, exchanges=12)
+
+
+@needs("trl")
+def test_a_lora_of_trl_and_peft(tmp_path: Path) -> None:
+    first, second = run("trl_lora.py", tmp_path / "out", "--output_dir", str(tmp_path / "saved"))
+    assert first["weights"].equal(second["weights"])
+    assert first["exchanges"] == 12
+    assert 0 < first["bytes_sent"] == first["bytes_uncompressed"] < 12 * 4 * first["weights"].numel() / 10
 
 
 @pytest.mark.wide
@@ -154,7 +172,101 @@ def test_hugging_face_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert resumed[0]["weights"].equal(straight[0]["weights"])
 
 
+@pytest.mark.parametrize(
+    ("call", "gloo"),
+    [
+        ("all_gather([torch.empty(2), torch.empty(3)], torch.ones(2 + dist.get_rank()))", "invalid tensor size"),
+        (
+            "reduce_scatter_single(torch.empty(1), torch.ones(2), dist.ReduceOp.AVG, async_op=True).get_future().wait()",
+            "getFuture not implemented",
+        ),
+    ],
+    ids=["Muon", "nanochat"],
+)
+@pytest.mark.wide
+def test_what_optimizers_call_fails_on_gloo_only(call: str, gloo: str, tmp_path: Path) -> None:
+    """Should gloo support it one day, docs/integrations need not warn of it any more."""
+    script = (
+        "import gradwire, torch\nimport torch.distributed as dist\ndist.init_process_group({!r})\n"
+        f"try:\n    dist.{call}\nexcept RuntimeError as error:\n    print(error)\ndist.destroy_process_group()\n"
+    )
+    assert gloo in launch_text(script.format("gloo"), tmp_path)
+    assert gloo not in launch_text(script.format("gradwire"), tmp_path)
+
+
+TRACKED = """
+import dataclasses, sys, torch, torch.utils.tensorboard, prometheus_client, wandb
+import gradwire as hvd
+hvd.init()
+if hvd.rank() == 0:
+    wandb.init(mode="offline")
+{fragments}
+def report(metrics):
+    for to in (to_tensorboard, to_wandb, to_prometheus):
+        to(metrics)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+on_step = report if hvd.rank() == 0 else None
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), on_step=on_step)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+hvd.shutdown()
+if on_step:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    writer.close()
+    board = EventAccumulator(writer.log_dir).Reload()
+    (sent,) = {{event.value for event in board.Scalars("exchange/bytes_sent")}}
+    assert prometheus_client.REGISTRY.get_sample_value("exchange_bytes_sent") == sent > 0
+    assert wandb.run.summary["exchange/bytes_sent"] == sent
+    print("steps:", len(board.Scalars("exchange/seconds")), "last:", wandb.run.summary["exchange/step"])
+"""
+
+
+@needs("wandb")
+@needs("tensorboard")
+@needs("prometheus_client")
+def test_the_trackers_of_the_guide(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "guides" / "reports.md").read_text()
+    fragments = re.findall(r'^```python title="fragment"\n(.*?)^```$', text, flags=re.MULTILINE | re.DOTALL)
+    trackers = [each for each in fragments if "\ndef to_" in each]
+    assert len(trackers) == 3
+    guarded = "\n".join("if hvd.rank() == 0:\n" + textwrap.indent(each, "    ") for each in trackers)
+    port = str(40000 + os.getpid() % 10000)
+    assert guarded.count("9400") == 1
+    script = TRACKED.format(fragments=guarded.replace("9400", port))
+    output = launch_text(script, tmp_path)
+    assert "steps: 3 last: 3" in output, output
+
+
 # What starts them
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param("ray_train.py", marks=needs("ray")), pytest.param("dask_workers.py", marks=needs("distributed"))],
+)
+@pytest.mark.timeout(3 * DEADLINE_S + 20)
+def test_a_cluster_starts_its_ranks(script: str) -> None:
+    """Ray starts and ends a dozen processes beside the ranks, which takes minutes on busy cores."""
+    assert "20 exchanges" in call([sys.executable, str(FOLDER / script)], deadline_s=3 * DEADLINE_S)
+
+
+@needs("nbclient")
+def test_a_cell_of_a_notebook_starts_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port is given, as another test may have the default one."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    text = (FOLDER / "notebook.py").read_text()
+    assert text.count("num_processes=2") == 1
+    cell = text.replace("num_processes=2", f'num_processes=2, use_port="{20000 + os.getpid() % 10000}"')
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+    NotebookClient(notebook, timeout=int(DEADLINE_S), kernel_name="python3").execute()
+    assert "20 exchanges" in str(notebook.cells[0].outputs)
 
 
 def test_slurm_starts_a_torchrun_on_each_node(tmp_path: Path) -> None:
