@@ -14,8 +14,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from gradwire.collectives.communicator import Communicator
 from gradwire.collectives.control.attempt import Attempt
+from gradwire.collectives.control.key import Key
 from gradwire.collectives.control.membership import Membership
-from gradwire.collectives.environment import TABLE_PREFIX, TUNING
+from gradwire.collectives.environment import KEY_FILE, TABLE_PREFIX, TUNING
 from gradwire.collectives.parsing import format_size
 from gradwire.collectives.precompile import precompile
 from gradwire.collectives.schedules.algorithms import PLANNERS
@@ -27,6 +28,7 @@ from gradwire.collectives.tuning.cost_model import TuningError
 _COMMANDS = {
     "info": "print versions, links, and the algorithm for each message size; under torchrun, those of all its ranks",
     "tune": "measure the links between the ranks, under torchrun, and write a file for COLLECTIVES_TUNING=FILE",
+    "keygen": "write a new key to a file, with which gradwire encrypts its connections: GRADWIRE_KEY_FILE=FILE on all hosts",
     "precompile": "compile the kernels now instead of in the first run",
 }
 
@@ -63,6 +65,7 @@ def _report(communicator: Communicator) -> str:
         f"GPUs       {', '.join(gpus) or 'none'}",
         f"ranks      {communicator.size}",
         *(f"host {i}     ranks {', '.join(map(str, host))}" for i, host in enumerate(communicator.topology.hosts)),
+        f"key        {_key()}",
         *(f"link       rank {communicator.rank} to {route}" for route in communicator.routes),
         "",
         *_costs(communicator),
@@ -81,6 +84,13 @@ def _report(communicator: Communicator) -> str:
         lines.append(f"  {collective:<15}{_range(table)}   ({source})")
     known = sorted({name for planners in PLANNERS.values() for name in planners})
     return "\n".join([*lines, "", f"algorithms known: {', '.join(known)}, shared, native"])
+
+
+def _key() -> str:
+    """Return whether connections are encrypted, as text."""
+    if path := os.environ.get(KEY_FILE):
+        return f"{path}: connections between hosts are encrypted"
+    return f"none: connections between hosts are not encrypted, see {KEY_FILE}"
 
 
 def _costs(communicator: Communicator) -> list[str]:
@@ -112,6 +122,13 @@ def _tune(out: Path) -> None:
             print("\n".join([*_costs(communicator), saved]))
 
 
+def _make_key(path: Path) -> None:
+    try:
+        Key.made().write(path)
+    except OSError as error:
+        raise SystemExit(f"gradwire keygen: {path}: {error.strerror}") from None
+
+
 def _info() -> None:
     """Print the report of rank 0."""
     with _communicator() as communicator:
@@ -138,12 +155,18 @@ def main() -> None:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name == "tune":
             command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
+        if name == "keygen":
+            command.add_argument(
+                "file", type=Path, metavar="FILE", help="a new file, which only you will be able to read"
+            )
     flags = parser.parse_args()
     try:
         if flags.command == "info":
             _info()
         elif flags.command == "tune":
             _tune(flags.out)
+        elif flags.command == "keygen":
+            _make_key(flags.file)
         else:
             raise SystemExit(precompile())
     except TuningError as error:

@@ -21,7 +21,7 @@ from gradwire.collectives.engine import closing
 from gradwire.collectives.engine.engine import Engine
 from gradwire.collectives.engine.join import Absence
 from gradwire.collectives.engine.schedule_cache import ScheduleCache, legal_algorithms
-from gradwire.collectives.environment import LINK, TUNING, report_folder
+from gradwire.collectives.environment import CHECKSUM, LINK, TUNING, checksum_wanted, report_folder
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.selection import (
     Table,
@@ -140,6 +140,8 @@ class Communicator(Verbs):
                 if "cuda" in membership.device_types:
                     settings.append(f"tensors on {' and '.join(membership.device_types)}")
                 settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
+                if checksum_wanted(os.environ):
+                    settings.append(f"{CHECKSUM}=1")
                 if tuning != "0":
                     settings.append(f"{TUNING}={tuning if tuning_file is None else tuning_file.content}")
                 connection = connect(membership, link, ", ".join(settings), timeout_s)

@@ -46,6 +46,13 @@ LOCAL_SIZE = "LOCAL_WORLD_SIZE"
 REPORT = "COLLECTIVES_REPORT"
 
 
+#: The file that holds the key of a job: with it, the connections of gradwire are encrypted.
+KEY_FILE = "GRADWIRE_KEY_FILE"
+
+#: "1" for a checksum of each message between hosts; the same on all ranks.
+CHECKSUM = "COLLECTIVES_CHECKSUM"
+
+
 def report_folder(environment: Mapping[str, str]) -> Path | None:
     """Return the folder for this rank's files for `gradwire report`; None without a report."""
     text = environment.get(REPORT)
@@ -73,4 +80,13 @@ def shared_memory_wanted(environment: Mapping[str, str]) -> bool:
     text = environment.get(SHARED_MEMORY) or "1"
     if text not in ("0", "1"):
         raise ValueError(f"{SHARED_MEMORY}={text!r} must be 0 (ranks of a host use sockets) or 1")
+    return text == "1"
+
+
+def checksum_wanted(environment: Mapping[str, str]) -> bool:
+    """Return whether messages between hosts have checksums: True for COLLECTIVES_CHECKSUM=1. Raises ValueError for anything but
+    0 and 1."""
+    text = environment.get(CHECKSUM) or "0"
+    if text not in ("0", "1"):
+        raise ValueError(f"{CHECKSUM}={text!r} must be 0 or 1 (messages between hosts have checksums)")
     return text == "1"

@@ -230,3 +230,11 @@ class LinkError(_Portable):
         self.timed_out = timed_out
         self.ended = ended
         self.found = found
+
+
+class ForgedMessage(LinkError):
+    """What has arrived is not what the rank `peer` has sent: its tag or its checksum does not fit."""
+
+    def __init__(self, peer: int, rank: int) -> None:
+        detail = f"what rank {peer} has sent to rank {rank} was changed on the way"
+        super().__init__(peer, timed_out=False, detail=detail, awaited={peer, rank})

@@ -12,6 +12,7 @@ usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script on
        gradwire info                                  print versions, links, and the algorithm for each message size
        gradwire tune --out FILE                       measure the links between ranks, under torchrun
        gradwire check [--host H | --hosts A,B,C]      test this host, or the networks between hosts
+       gradwire keygen FILE                           write a key, with which connections are encrypted
        gradwire precompile                            compile the kernels now instead of in the first run
        gradwire bench ...                             run a benchmark; `gradwire bench --help` lists them
        gradwire simulate --ranks 9600 ...             predict the speed of training on hardware that you describe
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     name, rest = (given[0], given[1:]) if given else ("--help", [])
     if name in ("run", "report"):
         return _training(name, rest)
-    if name in ("info", "tune", "precompile"):
+    if name in ("info", "tune", "keygen", "precompile"):
         return _module("gradwire.collectives", [name, *rest])
     if name == "check":
         return _module("gradwire.trainer.tools.check", rest)

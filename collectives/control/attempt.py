@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.control.asking import Asking
+from gradwire.collectives.control.key import Key, key_from
 from gradwire.collectives.control.membership import (
     Membership,
     coming_together,
@@ -25,6 +26,7 @@ from gradwire.collectives.control.membership import (
 )
 from gradwire.collectives.control.own_address import card_of
 from gradwire.collectives.control.rendezvous import rendezvous, withdraw_from
+from gradwire.collectives.environment import KEY_FILE
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.schedules.topology import machine_id
 from gradwire.collectives.torch_internals import default_store, is_of_parent, server_of, store_of_one
@@ -80,20 +82,27 @@ class Attempt:
     """One attempt of ranks that share only a store to meet. A rank calls meet() or withdraw()."""
 
     def __init__(
-        self, store: Store, name: str, rank: int, global_ranks: tuple[int, ...], meetings: Meetings | None = None
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        global_ranks: tuple[int, ...],
+        meetings: Meetings | None = None,
+        key: Key | None = None,
     ) -> None:
         """store: only these ranks use names that begin with `name`. rank: this rank's place in global_ranks. meetings: in which
-        the ranks may have met."""
+        the ranks may have met. key: of the job; None for that of the environment."""
         self._store, self._name = store, name
         self._rank, self._global_ranks = rank, global_ranks
         self._keepers = keepers_among(global_ranks)
-        self._meetings = meetings
+        self._meetings, self._key = meetings, key
         self._numbered: Store | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Attempt:
+    def of(cls, group: dist.ProcessGroup, key: Key | None = None) -> Attempt:
         """Return an attempt of a group's ranks. The default group's store counts them, because torch.distributed uses the names
-        of destroyed sub-groups again. Raises ValueError for a group of the process from which this one was forked."""
+        of destroyed sub-groups again. key: as in Attempt(). Raises ValueError for a group of the process from which this one was
+        forked."""
         if is_of_parent(group):
             raise ValueError(
                 f"rank {group.rank()}: this process was forked from the one that made the group, and cannot use its connections: "
@@ -101,26 +110,31 @@ class Attempt:
             )
         ranks = tuple(dist.get_process_group_ranks(group))
         name = f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        return cls(default_store(), name, group.rank(), ranks, Meetings.of_default_group())
+        return cls(default_store(), name, group.rank(), ranks, Meetings.of_default_group(), key)
 
     def meet(self, device_types: tuple[str, ...], host: str, timeout_s: float) -> Membership:
         """Return the Membership of the ranks. A collective call on these ranks. The caller closes it, unless it is kept in
         meetings.
 
         device_types: see Membership. host: a name that is the same on all ranks of a host. Raises CollectiveError if the ranks do
-        not connect within timeout_s seconds.
+        not connect within timeout_s seconds; ValueError if the key cannot be read, or the ranks have met without it.
         """
         size = len(self._global_ranks)
         if size == 1:
             return Membership(0, 1, ((0,),), store_of_one(), device_types, b"", global_ranks=self._global_ranks)
         if (met := self._met()) is not None:
+            if (self._key or key_from(os.environ)) is not None and not met.is_private:
+                raise ValueError(
+                    f"rank {self._rank}: these ranks have met without the key: set {KEY_FILE} from the start"
+                )
             return replace(met, device_types=device_types, host=host)
         deadline = time.monotonic() + timeout_s
         with coming_together(self._rank, timeout_s):
             try:
+                key = self._key or key_from(os.environ)
                 store = self._count(deadline)
                 card = card_of(self._rank, host, machine_id(), os.environ, deadline, server_of(self._store))
-                monitor = rendezvous(store, size, card, deadline, keepers=self._keepers)
+                monitor = rendezvous(store, size, card, deadline, keepers=self._keepers, key=key)
             except LinkError:  # the other ranks know, or find the same
                 raise
             except Exception as error:
@@ -140,8 +154,9 @@ class Attempt:
             met.withdraw(error)
             return
         deadline = time.monotonic() + _WITHDRAW_S
-        with suppress(LinkError, RuntimeError):
-            withdraw_from(self._count(deadline), error, self._rank, self._keepers, deadline)
+        with suppress(LinkError, RuntimeError, ValueError):  # ValueError: no process can read what this one would leave
+            key = self._key or key_from(os.environ)
+            withdraw_from(self._count(deadline), error, self._rank, self._keepers, deadline, key)
 
     def _met(self) -> Membership | None:
         """Return the Membership of these ranks if they have met."""
@@ -159,10 +174,10 @@ class Attempt:
         return self._numbered
 
 
-def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:
-    """Return the Membership of a group's ranks, as Attempt.meet(); the caller closes it. Raises ValueError for a group with
-    neither gloo nor NCCL."""
-    met = Attempt.of(group).meet(device_types_of(group), host, timeout_s).opened()
+def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float, key: Key | None = None) -> Membership:
+    """Return the Membership of a group's ranks, as Attempt.meet(); the caller closes it. key: as in Attempt.of(). Raises
+    ValueError for a group with neither gloo nor NCCL."""
+    met = Attempt.of(group, key).meet(device_types_of(group), host, timeout_s).opened()
     if met.monitor is not None:
         met.monitor.hold()
     return met

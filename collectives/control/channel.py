@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from gradwire.collectives.errors import LinkError, ranks_text
 
 if TYPE_CHECKING:
-    import socket
-
     from gradwire.collectives.control.monitor import Monitor
+    from gradwire.collectives.control.records import Connection
 
 _log = logging.getLogger("gradwire")
 
@@ -262,7 +261,7 @@ class Channel:
             return set(self.refusal.ranks) - {self.rank}
         return self.others - self._answered
 
-    def connect(self, peers: Collection[int], deadline: float) -> dict[int, socket.socket]:
+    def connect(self, peers: Collection[int], deadline: float) -> dict[int, Connection]:
         """Return new connections to other ranks, which call this too, by rank. A collective call. Raises LinkError with the ranks
         that do not connect, LargePacketsLost for a path that loses large packets."""
         assert self._monitor is not None

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -16,7 +15,8 @@ from gradwire.collectives.control.asking import POLL_S
 from gradwire.collectives.control.channel import ANSWER_S, Failure
 from gradwire.collectives.control.coordinator import Card
 from gradwire.collectives.control.neighbour import Neighbour, poll_of
-from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.control.records import Connection
+from gradwire.collectives.errors import ForgedMessage, LinkError, ranks_text
 from gradwire.collectives.forks import in_forked_child
 
 
@@ -35,7 +35,7 @@ class CoordinatorClient:
     arrived. key: a name for these ranks only, set when all have arrived.
     """
 
-    def __init__(self, card: Card, coordinator_rank: int, connection: socket.socket) -> None:
+    def __init__(self, card: Card, coordinator_rank: int, connection: Connection) -> None:
         """Send the Coordinator this process's card. connection: authenticated; this object closes it."""
         self.rank, self._size = card["rank"], card["size"]
         self.is_admitted = False
@@ -132,6 +132,8 @@ class CoordinatorClient:
         for message in messages:
             self._take(json.loads(message))
         if self._ended:
+            if self._neighbour.is_forged and self.failure is None:
+                self.failure = Failure.of(ForgedMessage(self._coordinator_rank, self.rank), self.rank)
             if self._coordinator_rank not in self._left:
                 self._ended_ranks.add(self._coordinator_rank)
             self._neighbour.socket.close()

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import secrets
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,8 @@ from typing import Any
 from gradwire.collectives.control.channel import Failure
 from gradwire.collectives.control.handshake import Arrived, give_up_on_silence
 from gradwire.collectives.control.neighbour import Neighbour
+from gradwire.collectives.control.records import Connection
+from gradwire.collectives.errors import ForgedMessage
 
 _log = logging.getLogger("gradwire")
 
@@ -83,7 +84,7 @@ class Coordinator:
         """Return all connections."""
         return [*self._arriving.values(), *self._members.values()]
 
-    def add(self, connection: socket.socket) -> None:
+    def add(self, connection: Connection) -> None:
         """Take a new connection of a process, which then sends its card."""
         self._arriving[connection.fileno()] = Neighbour(connection)
 
@@ -198,6 +199,8 @@ class Coordinator:
             else:
                 self._send_to_all(message)
         if ended:
+            if neighbour.is_forged:
+                self._fail(Failure.of(ForgedMessage(rank, self._rank), self._rank))
             self._lose(rank, neighbour)
 
     def _lose(self, rank: int, neighbour: Neighbour) -> None:

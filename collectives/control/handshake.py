@@ -4,43 +4,37 @@ The two ends of a new connection authenticate each other before they exchange an
 build of gradwire, and a random challenge. Each then sends a proof: an HMAC-SHA256 (RFC 2104) of its role and of both greetings,
 keyed with a secret of the job. Until an end has verified the proof of the other, it reads these fixed lengths and nothing more,
 and interprets nothing. The format stays the same in all versions of gradwire, so that ranks with different builds find that out.
-An end that has dialled a rank of the same build then sends the purpose of the connection.
+An end that has dialled a rank of the same build then sends the purpose of the connection. If there is a key, the ends do instead
+what gradwire.collectives.control.private describes.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import hmac
 import os
 import secrets
 import select
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import cache
-from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwire.collectives.control.addresses import socket_address
+from gradwire.collectives.control.build import BUILD_BYTES, OtherBuild, build, other_build
+from gradwire.collectives.control.key import Key
 from gradwire.collectives.control.paths import send_small_segments
+from gradwire.collectives.control.private import HANDSHAKE_S, PRIVATE_MAGIC, PURPOSE_BYTES, PrivateHandshake
+from gradwire.collectives.control.records import Connection
 from gradwire.collectives.errors import LinkError
 
 _MAGIC = b"gradwire"
-_PACKAGE = Path(__file__).parents[2]
-_BUILD_DIGITS = 12
-_BUILD_BYTES, _CHALLENGE_BYTES, _PROOF_BYTES = 96, 32, 32
+_CHALLENGE_BYTES, _PROOF_BYTES = 32, 32
 #: _MAGIC, the rank, the build (ASCII, filled up with zeros), and the challenge.
-_GREETING = struct.Struct(f"!{len(_MAGIC)}si{_BUILD_BYTES}s{_CHALLENGE_BYTES}s")
+_GREETING = struct.Struct(f"!{len(_MAGIC)}si{BUILD_BYTES}s{_CHALLENGE_BYTES}s")
 HANDSHAKE_BYTES = _GREETING.size + _PROOF_BYTES
-PURPOSE_BYTES = 16
-
-#: How long a connection may take to authenticate itself.
-HANDSHAKE_S = 30.0
 
 #: How many connections may be unauthenticated at a time; one more closes the oldest.
 MOST_UNVERIFIED = 256
@@ -54,33 +48,6 @@ OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 #: Seconds between two calls of check() in a wait for another rank.
 _CHECK_S = 0.03
-
-
-@cache
-def build() -> str:
-    """Return the version of gradwire, a digest of its sources, and the byte order of this process.
-
-    The sources define the layout of everything that ranks send each other or share: headers, programs, codes, records, shared
-    memory, commits. So there is no list of layouts, which could be incomplete."""
-    version = import_module(__name__.partition(".")[0]).__version__
-    found = hashlib.sha256()
-    for source in sorted(each for room in ("collectives", "trainer") for each in (_PACKAGE / room).rglob("*")):
-        place = source.relative_to(_PACKAGE)
-        if source.suffix in (".py", ".cu", ".cuh") and not any(
-            part.startswith(".") for part in place.parts
-        ):  # such as editors' copies
-            content = source.read_bytes()
-            found.update(f"{place} {len(content)}\n".encode() + content)
-    return f"gradwire {version}, sources {found.hexdigest()[:_BUILD_DIGITS]}, {sys.byteorder}-endian"
-
-
-class OtherBuild(LinkError):
-    """An authenticated rank runs another build of gradwire."""
-
-    def __init__(self, rank: int, one: str, peer: int, other: str) -> None:
-        both = f"rank {peer} runs {other}, and rank {rank} {one}"
-        detail = f"{both}: install the same version of gradwire on all hosts"
-        super().__init__(peer, timed_out=False, detail=detail, awaited={rank, peer})
 
 
 class NotARank(ConnectionError):
@@ -142,11 +109,20 @@ class Handshake:
 
     def other_build(self) -> OtherBuild | None:
         """Return the error for a verified peer with another build of gradwire; None if it runs the same."""
-        return None if self.build == build()[:_BUILD_BYTES] else OtherBuild(self._rank, build(), self.peer, self.build)
+        return other_build(self._rank, self.peer, self.build)
 
     def has_begun(self) -> bool:
         """Return whether the other end has sent anything."""
         return bool(self._received)
+
+    def why(self) -> str:
+        """Return why the other end, which has sent something else than a rank of the job, did so."""
+        has_key = self._received.startswith(PRIVATE_MAGIC)
+        return (
+            "the process that listens there has a key, and this one has none"
+            if has_key
+            else "another program listens there"
+        )
 
     def _proof(self, dials: bool, mine: bytes, theirs: bytes) -> bytes:
         """Return the proof of the end that dials, or of the one that listens. mine: the greeting that this end has sent."""
@@ -158,18 +134,41 @@ class Handshake:
             self.connection.send(message)
 
 
+def handshake_of(
+    connection: socket.socket,
+    rank: int,
+    secret: bytes | Key,
+    *,
+    dials: bool,
+    purpose: bytes = bytes(PURPOSE_BYTES),
+) -> Handshake | PrivateHandshake:
+    """Begin the handshake of a new connection: with a Key, that which encrypts the connection. Arguments: see Handshake."""
+    if isinstance(secret, Key):
+        return PrivateHandshake(connection, rank, secret, dials=dials, purpose=purpose)
+    return Handshake(connection, rank, secret, dials=dials, purpose=purpose)
+
+
+def finish(handshake: Handshake | PrivateHandshake, deadline: float, check: Callable[[], None]) -> bool:
+    """Run a handshake to its end, and return whether the other end has authenticated itself. check: see wait_ready. Raises
+    TimeoutError at the deadline."""
+    while True:
+        wait_ready({handshake.connection: select.POLLIN}, deadline, check)
+        if not handshake.advance():
+            return handshake.is_verified
+
+
 def dial(
     rank: int,
     peer: int,
     place: tuple[str, int],
-    secret: bytes,
+    secret: bytes | Key,
     deadline: float,
     check: Callable[[], None],
     *,
     purpose: bytes = bytes(PURPOSE_BYTES),
     called: int | None = None,
     small_segments: bool = False,
-) -> socket.socket:
+) -> Connection:
     """Return an authenticated, nonblocking connection to a rank. place: the address and port at which it listens. check: see
     wait_ready. called: the number of the rank in errors, if it is another one. small_segments: whether the connection must work
     on paths that lose large packets.
@@ -191,14 +190,10 @@ def dial(
         if failed:
             raise OSError(failed, os.strerror(failed))
         set_up(connection)
-        handshake = Handshake(connection, rank, secret, dials=True, purpose=purpose)
-        while True:
-            wait_ready({connection: select.POLLIN}, deadline, check)
-            if not handshake.advance():
-                break
-        if not handshake.is_verified or handshake.peer != peer:
+        handshake = handshake_of(connection, rank, secret, dials=True, purpose=purpose)
+        if not finish(handshake, deadline, check) or handshake.peer != peer:
             closed = "it closed the connection"
-            raise NotARank("another program listens there" if handshake.has_begun() else closed)
+            raise NotARank(handshake.why() if handshake.has_begun() else closed)
         if (error := handshake.other_build()) is not None:
             raise error
     except BaseException as error:
@@ -209,7 +204,7 @@ def dial(
         named = peer if called is None else called
         detail = f"rank {named} at {address} port {port}: {error}"
         raise LinkError(named, timed_out=isinstance(error, TimeoutError), detail=detail) from error
-    return connection
+    return handshake.connection
 
 
 class Arrived(NamedTuple):
@@ -217,7 +212,7 @@ class Arrived(NamedTuple):
     sent no purpose."""
 
     rank: int
-    connection: socket.socket
+    connection: Connection
     error: OtherBuild | None
     purpose: bytes
 
@@ -226,12 +221,12 @@ class Door:
     """A listening socket, and the connections to it that are not authenticated yet: at most `most`, each for HANDSHAKE_S
     seconds and HANDSHAKE_BYTES bytes."""
 
-    def __init__(self, listening: socket.socket, rank: int, secret: bytes, most: int = MOST_UNVERIFIED) -> None:
+    def __init__(self, listening: socket.socket, rank: int, secret: bytes | Key, most: int = MOST_UNVERIFIED) -> None:
         """listening: from ports.listen_in(); the Door closes it."""
         listening.setblocking(False)
         self.socket = listening
         self._rank, self._secret, self._most = rank, secret, most
-        self._unverified: dict[int, Handshake] = {}
+        self._unverified: dict[int, Handshake | PrivateHandshake] = {}
 
     @property
     def descriptors(self) -> list[int]:
@@ -269,7 +264,7 @@ class Door:
             return  # it has ended already
         connection.setblocking(False)
         set_up(connection)
-        self._unverified[connection.fileno()] = Handshake(connection, self._rank, self._secret, dials=False)
+        self._unverified[connection.fileno()] = handshake_of(connection, self._rank, self._secret, dials=False)
         if len(self._unverified) > self._most:
             self._unverified.pop(next(iter(self._unverified))).connection.close()
 
@@ -295,7 +290,7 @@ def wait_ready(events: Mapping[Any, int], deadline: float, check: Callable[[], N
     return [descriptor for descriptor, _ in ready]
 
 
-def give_up_on_silence(connection: socket.socket) -> None:
+def give_up_on_silence(connection: Connection) -> None:
     """Break a connection when the other host acknowledges no sent bytes for _SILENCE_MS milliseconds. Only for
     connections whose peer always reads soon: once the buffers are full, a peer that does not read sends no
     acknowledgement."""

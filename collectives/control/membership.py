@@ -101,6 +101,11 @@ class Membership:
         return [bytes.fromhex(record) for record in self.channel.exchange(f"everyone's {name}", mine.hex(), deadline)]
 
     @property
+    def is_private(self) -> bool:
+        """Return whether there is a key, so that connections are encrypted."""
+        return self.monitor is not None and self.monitor.is_private
+
+    @property
     def address(self) -> str:
         """Return the address at which the other members reach this rank."""
         return "127.0.0.1" if self.monitor is None else self.monitor.address
@@ -113,6 +118,8 @@ class Membership:
     @property
     def why_no_gloo(self) -> str:
         """Return why these ranks cannot use gloo, the same text on all of them; an empty text if they can."""
+        if self.is_private:
+            return "gloo does not encrypt, and there is a key"
         cards = (
             {} if self.monitor is None else {rank: self.monitor.cards[place] for rank, place in enumerate(self.places)}
         )
@@ -168,7 +175,7 @@ def membership_from(
         Topology.from_host_ids(rank, [card["host"] for card in cards]).hosts,
         PrefixStore(monitor.key, store),
         device_types,
-        monitor.secret,
+        monitor.secret if isinstance(monitor.secret, bytes) else monitor.secret.secret,
         global_ranks=global_ranks,
         monitor=monitor,
         places=tuple(range(size)),

@@ -33,18 +33,19 @@ from typing import TYPE_CHECKING, Any
 from gradwire.collectives.control.addresses import seen_from
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.control.handshake import (
-    HANDSHAKE_S,
     MOST_UNVERIFIED,
-    PURPOSE_BYTES,
     Arrived,
     Door,
     dial,
     give_up_on_silence,
 )
+from gradwire.collectives.control.key import Key
 from gradwire.collectives.control.neighbour import Neighbour, poll_of
 from gradwire.collectives.control.paths import check_paths
 from gradwire.collectives.control.ports import listen_in
-from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.control.private import HANDSHAKE_S, PURPOSE_BYTES
+from gradwire.collectives.control.records import Connection
+from gradwire.collectives.errors import ForgedMessage, LinkError, ranks_text
 from gradwire.collectives.forks import in_forked_child
 
 if TYPE_CHECKING:
@@ -81,10 +82,10 @@ class Monitor:
     """The connections of this process to others that it has met, a listening socket, and a thread.
 
     Attributes, for reading: lost, the ranks whose process has ended, or whose host does not answer, with the time at which that
-    was noticed; cut, the pairs of ranks that are alive but no longer connected; gone, the ranks that have ended in order;
-    unmet, those of them to which not all ranks were connected; has_met, whether all were connected to this rank; port, at which
-    this process listens; secret, which all ranks know, and no other process; cards, what each rank has said of itself, and key,
-    a name of these ranks only, both set once the ranks have met.
+    was noticed; cut, the pairs of ranks that are alive but no longer connected; gone, the ranks that have ended in order; unmet,
+    those of them to which not all ranks were connected; has_met, whether all were connected to this rank; port, at which this
+    process listens; secret, which all ranks know, and no other process, with a Key if there is one; cards, what each rank has
+    said of itself, and key, a name of these ranks only, both set once the ranks have met.
     """
 
     def __init__(self, rank: int, size: int, address: str, ports: range | None = None) -> None:
@@ -101,7 +102,7 @@ class Monitor:
         self._listening = listen_in(address, ports)
         self.port: int = self._listening.getsockname()[1]
         self._door: Door | None = None
-        self.secret = b""
+        self.secret: bytes | Key = b""
         self._coordinator: Coordinator | None = None
         self._neighbours: dict[int, Neighbour] = {}
         self._is_connected = False
@@ -130,7 +131,7 @@ class Monitor:
         self._thread: threading.Thread | None = None
         in_forked_child(self, Monitor.disown)
 
-    def start(self, secret: bytes, coordinator: Coordinator | None = None) -> None:
+    def start(self, secret: bytes | Key, coordinator: Coordinator | None = None) -> None:
         """Accept connections of processes that know the secret, on a new thread. coordinator: that of the ranks, if it is in
         this process. Raises RuntimeError if no thread can be started."""
         self.secret, self._coordinator = secret, coordinator
@@ -139,6 +140,11 @@ class Monitor:
         thread.start()
         self._thread = thread
         atexit.register(_end_at_exit, weakref.ref(self))
+
+    @property
+    def is_private(self) -> bool:
+        """Return whether there is a key, so that connections are encrypted."""
+        return isinstance(self.secret, Key)
 
     def connect(self, deadline: float, check: Callable[[], None]) -> None:
         """Connect to the neighbours; `cards` are set. Raises LinkError with the ranks that do not connect."""
@@ -252,7 +258,7 @@ class Monitor:
             found = {place: self._neighbours[place] for place in places if place in self._neighbours}
             return [place for place, each in found.items() if each.outgoing or each.is_unconfirmed()]
 
-    def join_peers(self, channel: Channel, peers: Collection[int], deadline: float) -> dict[int, socket.socket]:
+    def join_peers(self, channel: Channel, peers: Collection[int], deadline: float) -> dict[int, Connection]:
         """See Channel.connect."""
         numbers = {channel.places[rank]: rank for rank in peers}
         untested = {channel.places[rank] for rank in peers} - self._tested
@@ -334,7 +340,7 @@ class Monitor:
             self._accepted[key] = arrived
             self._arrivals.notify_all()
 
-    def _add(self, place: int, connection: socket.socket) -> None:
+    def _add(self, place: int, connection: Connection) -> None:
         """Add a connection to the Monitor of a rank."""
         if place in self._neighbours or self._close_by is not None:
             connection.close()
@@ -414,6 +420,9 @@ class Monitor:
         if kind == "gone":
             self.gone.add(place)
             self.unmet |= set() if body[0] else {place}
+        elif kind == "forged":
+            for channel in list(self._channels.values()):
+                channel.fail(str(ForgedMessage(*body)))
         else:
             about, by = body
             pair = min(about, by), max(about, by)
@@ -513,6 +522,8 @@ class Monitor:
             if ended:
                 del self._neighbours[place]
                 neighbour.socket.close()
+                if neighbour.is_forged:
+                    self.send("", "forged", [place, self.rank])
                 if place not in self.gone:
                     self.send("", "lost", [place, self.rank])
 

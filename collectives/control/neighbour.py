@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import select
-import socket
 import struct
 from collections.abc import Iterable
 from typing import Any
 
 from gradwire.collectives.control.paths import unconfirmed_bytes
+from gradwire.collectives.control.records import Connection, Forged
 
 _LENGTH = struct.Struct("!I")
 #: Longer than any report, whose calls list at most some thousand tensors.
@@ -19,10 +19,12 @@ _PIECE_BYTES, _PIECES = 1 << 16, 16
 
 
 class Neighbour:
-    """A connection, with the bytes read of the next message and the bytes still to be written."""
+    """A connection, with the bytes read of the next message and the bytes still to be written. is_forged: whether it has ended
+    because something has arrived that the other end has not sent."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.socket = connection
+        self.is_forged = False
         self.incoming = bytearray()
         self.outgoing = bytearray()
 
@@ -64,6 +66,7 @@ class Neighbour:
                 self.incoming += piece
         except OSError as error:
             ended = not isinstance(error, BlockingIOError)
+            self.is_forged = isinstance(error, Forged)
         messages: list[bytes] = []
         while len(self.incoming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self.incoming)
@@ -76,7 +79,7 @@ class Neighbour:
         return messages, ended
 
 
-def poll_of(watched: Iterable[int | socket.socket], neighbours: Iterable[Neighbour] = ()) -> select.poll:
+def poll_of(watched: Iterable[int | Connection], neighbours: Iterable[Neighbour] = ()) -> select.poll:
     """Return a poll for input from any of these, and for output to each Neighbour that has something to write."""
     poll = select.poll()
     for each in watched:

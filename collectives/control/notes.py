@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
-
+from gradwire.collectives.control.build import build
 from gradwire.collectives.control.channel import Failure
 from gradwire.collectives.control.coordinator import Card
-from gradwire.collectives.control.handshake import build
+from gradwire.collectives.control.texts import StrangeText, Texts
 from gradwire.collectives.errors import LinkError
 
 #: As in release 0.2, whose ranks and those of this version fail at once when they find the record of the other.
@@ -69,13 +69,13 @@ class CoordinatorPlace:
 
 
 class Notes:
-    """Reads and writes the notes of one rank. ask: calls the store, as Asking.ask with a deadline. left: the keys of
-    Coordinators that the rank ignores. number: of its attempt."""
+    """Reads and writes the notes of one rank. texts: in the store. ask: calls the store, as Asking.ask with a deadline. left: the
+    keys of Coordinators that the rank ignores. number: of its attempt."""
 
     def __init__(
-        self, store: Store, ask: Callable[[Callable[[], Any]], Any], left: Container[str] = (), number: int = 1
+        self, texts: Texts, ask: Callable[[Callable[[], Any]], Any], left: Container[str] = (), number: int = 1
     ) -> None:
-        self._store, self._ask, self._left = store, ask, left
+        self._texts, self._ask, self._left = texts, ask, left
         self._missed = f"missed/{number}"
 
     def coordinator(self) -> CoordinatorPlace | None:
@@ -88,10 +88,9 @@ class Notes:
         """Write where a Coordinator listens, and return the place that ranks will find. replaces: whether it replaces another one
         in the store; if not, the first one stays."""
         if replaces:
-            self._ask(lambda: self._store.set(_KEY, place.to_text()))
+            self._ask(lambda: self._texts.write(_KEY, place.to_text()))
             return place
-        text = self._ask(lambda: self._store.compare_set(_KEY, "", place.to_text()))
-        return CoordinatorPlace.from_text(text.decode())
+        return CoordinatorPlace.from_text(self._ask(lambda: self._texts.write_first(_KEY, place.to_text())))
 
     def failure(self, key: str) -> Failure | None:
         """Return the first failure of a rank that did not come to the Coordinator of a key; None without one."""
@@ -110,14 +109,16 @@ class Notes:
             self._write(f"failure/{found.key}", failure)
 
     def _failure(self, key: str) -> Failure | None:
-        text = self._read(key)
+        try:
+            text = self._read(key)
+        except StrangeText:  # no rank of this job has failed
+            return None
         return None if text is None else Failure.from_record(json.loads(text))
 
     def _read(self, key: str) -> str | None:
-        if not self._ask(lambda: self._store.check([key])):
-            return None
-        text: str = self._ask(lambda: self._store.get(key)).decode()
+        text: str | None = self._ask(lambda: self._texts.read(key))
         return text
 
     def _write(self, key: str, failure: Failure) -> None:
-        self._ask(lambda: self._store.compare_set(key, "", json.dumps(asdict(failure))))
+        with suppress(StrangeText):
+            self._ask(lambda: self._texts.write_first(key, json.dumps(asdict(failure))))

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from gradwire.collectives.control.addresses import address_text
 from gradwire.collectives.control.asking import POLL_S
+from gradwire.collectives.control.records import Connection
 from gradwire.collectives.errors import LinkError
 
 #: More than the largest packet on Ethernet, including jumbo frames of 9,216 bytes.
@@ -54,16 +55,14 @@ class LargePacketsLost(LinkError):
 class _Path:
     """The probe of one connection. left: unsent and unacknowledged bytes. since: when their number last decreased."""
 
-    connection: socket.socket
+    connection: Connection
     since: float
     unsent: bytes = bytes(PROBE_BYTES)
     unread: int = PROBE_BYTES + len(_ARRIVED)
     left: int = PROBE_BYTES + len(_ARRIVED)
 
 
-def check_paths(
-    rank: int, connections: Mapping[int, socket.socket], deadline: float, check: Callable[[], None]
-) -> None:
+def check_paths(rank: int, connections: Mapping[int, Connection], deadline: float, check: Callable[[], None]) -> None:
     """Exchange a probe with the ranks at the other ends of new nonblocking connections, all at the same time.
 
     check: called repeatedly; raises LinkError to end a useless wait. Raises LargePacketsLost with both ranks; LinkError
@@ -111,7 +110,7 @@ def _move(path: _Path) -> None:
         pass
 
 
-def lossy_paths(rank: int, connections: Mapping[int, socket.socket]) -> dict[int, str]:
+def lossy_paths(rank: int, connections: Mapping[int, Connection]) -> dict[int, str]:
     """Return, by peer, the error text for each connection on which the other host has acknowledged none of several
     retransmissions. This is the loss of large packets if small ones arrive over another connection. Empty on systems that do not
     report it."""
@@ -124,13 +123,13 @@ def lossy_paths(rank: int, connections: Mapping[int, socket.socket]) -> dict[int
     return lossy
 
 
-def _lost_text(rank: int, peer: int, connection: socket.socket) -> str:
+def _lost_text(rank: int, peer: int, connection: Connection) -> str:
     here, there = address_text(connection.getsockname()), address_text(connection.getpeername())
     between = f"between rank {rank} at {here} and rank {peer} at {there}"
     return f"large packets are lost {between}, but small ones arrive: {REMEDY}"
 
 
-def unconfirmed_bytes(connection: socket.socket) -> int:
+def unconfirmed_bytes(connection: Connection) -> int:
     """Return how many sent bytes the other host has not acknowledged; 0 if this system does not report it. Raises OSError."""
     try:
         return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)

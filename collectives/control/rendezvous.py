@@ -15,14 +15,17 @@ from torch.distributed.distributed_c10d import Store
 
 from gradwire.collectives.control.addresses import seen_from
 from gradwire.collectives.control.asking import POLL_S, Asking
+from gradwire.collectives.control.build import OtherBuild, build
 from gradwire.collectives.control.channel import Failure
 from gradwire.collectives.control.client import CoordinatorClient, TurnedAway
 from gradwire.collectives.control.coordinator import Admission, Card, Coordinator
-from gradwire.collectives.control.handshake import OtherBuild, build, dial
+from gradwire.collectives.control.handshake import dial
 from gradwire.collectives.control.interfaces import warn_of_slow_interfaces
+from gradwire.collectives.control.key import Key
 from gradwire.collectives.control.monitor import TO_COORDINATOR, Monitor
 from gradwire.collectives.control.notes import CoordinatorPlace, Notes
 from gradwire.collectives.control.own_address import check_addresses, ports_of, why_not_listening
+from gradwire.collectives.control.texts import Texts
 from gradwire.collectives.errors import LinkError, ranks_text
 
 _Answer = TypeVar("_Answer")
@@ -47,6 +50,7 @@ def rendezvous(
     by_agent: bool = False,
     lost: Callable[[], Collection[int]] | None = None,
     number: int = 1,
+    key: Key | None = None,
 ) -> Monitor:
     """Return this rank's Monitor once all ranks have arrived, and are connected. A collective call.
 
@@ -57,7 +61,8 @@ def rendezvous(
     serves the store, if one does. by_agent: whether a launcher serves the store; only with coordinator_rank. A launcher may
     restart all ranks, so the store may hold the address of a Coordinator that has ended, at which another program may listen by
     now. This rank then waits for a new one. lost: returns, without waiting, the ranks whose end a launcher has noted,
-    including ranks that never arrived. number: how often this rank has tried to arrive in the store.
+    including ranks that never arrived. number: how often this rank has tried to arrive in the store. key: of the job; with one,
+    all connections are encrypted, and so is what the ranks leave in the store.
 
     Raises TurnedAway if the Coordinator rejects this process, and at the deadline if no new one has replaced an earlier one;
     LinkError if a rank has ended or cannot connect, and at the deadline, with the ranks that did not arrive; OSError if
@@ -66,7 +71,10 @@ def rendezvous(
     with closing(Asking(store, keepers=keepers)) as asking:
         card = card | {"size": size, "port": 0}
         admission, left = admission or Admission(), set() if left is None else left
-        arrival = _Arrival(store, asking, card, deadline, coordinator_rank, admission, left, by_agent, lost, number)
+        texts = Texts(store, key)
+        arrival = _Arrival(
+            texts, key, asking, card, deadline, coordinator_rank, admission, left, by_agent, lost, number
+        )
         while True:
             try:
                 return arrival.attempt()
@@ -82,7 +90,8 @@ class _Arrival:
     """Holds the arguments of rendezvous(), and what an attempt has made: where the Coordinator listens, whether that is in this
     process, and the connection to it."""
 
-    store: Store
+    texts: Texts
+    key: Key | None
     asking: Asking
     card: Card
     deadline: float
@@ -111,7 +120,7 @@ class _Arrival:
             place = self.place = self._find_coordinator(monitor)
             client = self.client = self._enter(place, monitor)
             if monitor is not None and not self.is_here:
-                monitor.start(place.token.encode())
+                monitor.start(self._secret(place))
             for _ in client.await_all(self.deadline):
                 if not self.is_here and not client.is_admitted:
                     self._check_place(place)
@@ -188,7 +197,7 @@ class _Arrival:
             return  # the other ranks find the same
         with suppress(Exception):  # if the store has ended, the other ranks detect that
             ask = partial(self.asking.ask, deadline=time.monotonic() + _NOTE_S)
-            Notes(self.store, ask, self.left, self.number).leave(failure, place)
+            Notes(self.texts, ask, self.left, self.number).leave(failure, place)
         if client is not None:
             client.close()
 
@@ -199,7 +208,7 @@ class _Arrival:
             return None
         ask = partial(self.asking.ask, deadline=time.monotonic() + _NOTE_S)
         with suppress(Exception):  # the store has ended too
-            if (failure := Notes(self.store, ask, self.left, self.number).failure(place.key)) is not None:
+            if (failure := Notes(self.texts, ask, self.left, self.number).failure(place.key)) is not None:
                 return failure.as_link_error()
         return None
 
@@ -214,6 +223,10 @@ class _Arrival:
         """Return whether a link has failed, before a deadline and before the Coordinator admitted this process."""
         is_admitted = self.client is not None and self.client.is_admitted
         return isinstance(error, LinkError) and not error.timed_out and not is_admitted
+
+    def _secret(self, place: CoordinatorPlace) -> bytes | Key:
+        """Return what the ranks that meet at a place prove to each other that they know."""
+        return place.token.encode() if self.key is None else self.key.of(place.token)
 
     def _check_lost(self) -> None:
         """Raise LinkError if the launcher has noted the end of ranks, including ranks that never arrived."""
@@ -233,7 +246,7 @@ class _Arrival:
 
     @property
     def _notes(self) -> Notes:
-        return Notes(self.store, self._ask, self.left, self.number)
+        return Notes(self.texts, self._ask, self.left, self.number)
 
     def _find_coordinator(self, monitor: Monitor | None) -> CoordinatorPlace:
         """Return where the Coordinator listens; make it if it is to run in this process. Raises LinkError if a rank has failed,
@@ -267,21 +280,21 @@ class _Arrival:
         if self.is_here:
             assert monitor is not None
             assert self.coordinator is not None
-            connection, theirs = socket.socketpair()
+            mine, theirs = socket.socketpair()
             theirs.setblocking(False)
-            connection.setblocking(False)
+            mine.setblocking(False)
             self.coordinator.add(theirs)
-            monitor.start(place.token.encode(), self.coordinator)
-            return CoordinatorClient(self.card, rank, connection)
+            monitor.start(self._secret(place), self.coordinator)
+            return CoordinatorClient(self.card, rank, mine)
         if place.build == build():
             check_addresses([place.card, self.card | {"loopback": "", "problem": ""}])
         try:
             check = partial(self._check_place, place)  # the host of an earlier Coordinator may be gone
             there = seen_from(self.card["address"], place.address), place.port
-            token = place.token.encode()
+            secret = self._secret(place)
             purpose = TO_COORDINATOR + b"\0"
             connection = dial(
-                rank, place.rank, there, token, self.deadline, check, purpose=purpose, small_segments=True
+                rank, place.rank, there, secret, self.deadline, check, purpose=purpose, small_segments=True
             )
         except (TurnedAway, OtherBuild):
             raise
@@ -295,8 +308,10 @@ class _Arrival:
         return CoordinatorClient(self.card, place.rank, connection)
 
 
-def withdraw_from(store: Store, error: Exception, rank: int, keepers: Collection[int], deadline: float) -> None:
+def withdraw_from(
+    store: Store, error: Exception, rank: int, keepers: Collection[int], deadline: float, key: Key | None = None
+) -> None:
     """Report to the other ranks of an attempt to arrive that a rank has failed, and why. store: used by this attempt only.
-    keepers: as in arrive(). If the store does not answer by the deadline, the other ranks wait until their deadline."""
+    keepers, key: as in rendezvous(). If the store does not answer by the deadline, the other ranks wait until their deadline."""
     with closing(Asking(store, keepers=keepers)) as asking, suppress(LinkError):
-        Notes(store, partial(asking.ask, deadline=deadline)).leave(Failure.of(error, rank), None)
+        Notes(Texts(store, key), partial(asking.ask, deadline=deadline)).leave(Failure.of(error, rank), None)

@@ -16,7 +16,14 @@ from typing import Any
 
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics.mismatch import Agreement, Call, first_difference, mismatch
-from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost, ranks_text
+from gradwire.collectives.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    ForgedMessage,
+    Mismatch,
+    PeerLost,
+    ranks_text,
+)
 
 #: How long survivors wait for each other's reports: a few round trips of a slow network, and a wake-up of a busy machine.
 GRACE_S = 1.5
@@ -30,13 +37,13 @@ _TOGETHER_S = 0.2
 class Report:
     """Holds one rank's report of a failure.
 
-    sequence, call: the number and the text of the operation that failed. waiting_for: the ranks for which this rank
-    waited. gave_up: whether its own deadline has passed. waited_s: the seconds since the operation began, of the
-    timeout_s that it may take. before: number and call of the last operations before it. is_message: whether the call
-    is a message, which only some ranks know; sequence is then the number of the first operation in which this rank
-    takes no part. place: of the call in the user's code, as 'file:line'. sent: the call that sent another message than
-    this rank's recv expects; empty if none did. lossy: each rank whose host acknowledges nothing that this rank sends it,
-    with an error text.
+    sequence, call: the number and the text of the operation that failed. waiting_for: the ranks for which this rank waited.
+    gave_up: whether its own deadline has passed. waited_s: the seconds since the operation began, of the timeout_s that it may
+    take. before: number and call of the last operations before it. is_message: whether the call is a message, which only some
+    ranks know; sequence is then the number of the first operation in which this rank takes no part. place: of the call in the
+    user's code, as 'file:line'. sent: the call that sent another message than this rank's recv expects; empty if none did.
+    forged: the rank whose message was changed on the way to this one, or none. lossy: each rank whose host acknowledges nothing
+    that this rank sends it, with an error text.
     """
 
     sequence: int
@@ -49,6 +56,7 @@ class Report:
     is_message: bool = False
     place: str = ""
     sent: str = ""
+    forged: tuple[int, ...] = ()
     lossy: tuple[tuple[int, str], ...] = ()
 
     def to_news(self) -> dict[str, Any]:
@@ -59,7 +67,8 @@ class Report:
     def from_news(cls, news: Mapping[str, Any]) -> Report:
         """Return the report from which to_news() made news."""
         pairs = {name: tuple(map(tuple, news[name])) for name in ("before", "lossy")}
-        return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), **pairs})
+        ranks = {name: tuple(news[name]) for name in ("waiting_for", "forged")}
+        return cls(**{**news, **ranks, **pairs})
 
     def calls(self) -> list[Call]:
         """Return the operations in the report, as Calls. A message is not one of them."""
@@ -130,6 +139,8 @@ def inquire(channel: Channel, report: Report, agreement: Agreement) -> Findings:
 def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
     """Return the error that this rank raises. detail: the text of the link's own error."""
     mine = findings.reports[rank]
+    if forged := next(((peer, r) for r, report in sorted(findings.reports.items()) for peer in report.forged), None):
+        return CollectiveError(str(ForgedMessage(*forged)), rank=rank, operation=mine.call, ranks=forged)
     if mine.is_message:
         return _of_message(findings, rank, detail)
     if findings.difference:

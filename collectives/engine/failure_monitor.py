@@ -19,7 +19,7 @@ from gradwire.collectives.diagnostics.mismatch import Agreement, Call, Maximum, 
 from gradwire.collectives.diagnostics.postmortem import Report, inquire, verdict
 from gradwire.collectives.diagnostics.stall import Position, Stalls
 from gradwire.collectives.engine.join import Joined
-from gradwire.collectives.errors import CollectiveError, LinkError
+from gradwire.collectives.errors import CollectiveError, ForgedMessage, LinkError
 from gradwire.collectives.reduction import MOVED
 from gradwire.collectives.transports.base import Transport
 
@@ -293,6 +293,7 @@ class FailureMonitor:
             before=tuple(sorted(done for done in self.calls if 0 <= done[0] < sequence)),
             place="" if peers else self.place(),
             sent=_sent(error) if peers else "",
+            forged=() if not isinstance(error, ForgedMessage) or error.peer is None else (error.peer,),
             lossy=tuple(self._transport.lossy_paths().items()),
         )
         self._channel.report_failure(report.to_news())

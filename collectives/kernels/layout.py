@@ -129,14 +129,53 @@ HEAD, TAIL, RING_BYTES = 0, LINE, 2 * LINE
     END,
     CURRENT,  # number of the message that is arriving, -1 for none
     ENDED,  # 1 once the other end has ended its output
+    SEALS,  # address of the Seal of the records that leave; 0 for a connection without records
+    UNSEALS,  # address of the Seal of the records that arrive
+    LEAVING,  # address of LEAVING_BYTES, from which records are sent
+    LEFT,  # where the unsent bytes in it begin
+    LEAVES,  # where they end
+    LEAVING_TO,  # ROW_MOVED of the message once they are sent
+    HEADER_TAG,  # the header that has arrived in a record, with the length that follows
+    HEADER_NBYTES,
+    HAS_HEADER,  # 1 until the message of this header has a row
     CONNECTION_FIELDS,
-) = range(7)
+) = range(16)
 CONNECTION_BYTES = 8 * CONNECTION_FIELDS
 STAGE_BYTES = 16 << 10
 
 #: The header of a message over TCP: its tag and its length.
 HEADER_BYTES = 16
 POLL_BYTES = 8  # of a struct pollfd
+
+#: Bytes that one call moves over TCP, so that sends and receives alternate. Less than the 64 KB that Linux processes as one unit:
+#: with more, Linux may hold back a small tail (net.ipv4.tcp_autocorking), which has made exchanges eight times slower.
+PIECE_BYTES = 56 << 10
+
+# A Seal: the cipher of one direction of a connection. A record is a text, encrypted, and MAC_BYTES, by which its reader verifies
+# it. Without a cipher, the text is plain, and the MAC is a checksum and the number of the record.
+(
+    CIPHER,  # EVP_CIPHER_CTX of AES-256-GCM; 0 for checksums
+    RECORDS,  # records so far: with the zeros that follow, the nonce of the next one
+    ZEROS,
+    WRITTEN,  # an int for results of the library
+    FUNCTIONS,  # address of the table below
+    KEY,  # KEY_BYTES
+) = range(6)
+SEAL_FIELDS = KEY + 4
+MAC_BYTES, KEY_BYTES = 16, 32
+
+#: After so many records the next key replaces a key: 240 GB in records of PIECE_BYTES, below the limit of AES-GCM for data that
+#: an attacker cannot tell from random bytes, which is 388 GB in records of 16 KB (RFC 8446, 2018, section 5.5).
+RECORDS_OF_A_KEY = 1 << 22
+
+# The addresses of what kernels call of libcrypto, and the text from which the next key is derived.
+EVP_INIT, EVP_UPDATE, EVP_FINAL, EVP_CONTROL, HMAC_DIGEST, SHA_256, NEXT_KEY, NEXT_KEY_BYTES, CRYPTO_FIELDS = range(9)
+#: Of EVP_CIPHER_CTX_ctrl (openssl/evp.h).
+GET_MAC, SET_MAC = 0x10, 0x11
+
+#: The rooms of a connection with records: one that arrives, with what is read beyond it, and a header and a piece that leave.
+ARRIVING_BYTES = STAGE_BYTES + PIECE_BYTES + 2 * MAC_BYTES + HEADER_BYTES
+LEAVING_BYTES = HEADER_BYTES + PIECE_BYTES + 2 * MAC_BYTES
 
 #: The bits of a word of WANTED.
 SENDS, RECEIVES, STUCK = 1, 2, 4

@@ -142,11 +142,13 @@ class ProcessGroupTransport(Transport):
             preferred_on_gpu={} if self._nccl is None else dict.fromkeys(PLANNERS, "native"),
         )
         names = {"cpu": "CPU tensors: gloo", "cuda": "CUDA tensors: NCCL"}
+        if membership.is_private:
+            names["cuda"] += ", which does not encrypt"
         self.routes = tuple(names[device] for device in device_types)
 
     def connect(self, deadline: float) -> None:
         """Connect gloo, once. Collective. Raises RuntimeError or LinkError if the ranks do not connect by the deadline
-        (time.monotonic())."""
+        (time.monotonic()), or cannot use gloo."""
         if self._gloo is not None:
             return
         membership, rank = self._membership, self.rank

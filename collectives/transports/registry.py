@@ -10,7 +10,7 @@ from typing import Any
 
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.control.membership import Membership
-from gradwire.collectives.environment import shared_memory_wanted
+from gradwire.collectives.environment import checksum_wanted, shared_memory_wanted
 from gradwire.collectives.errors import by_value, ranks_text
 from gradwire.collectives.parsing import check_name
 from gradwire.collectives.schedules.topology import Topology
@@ -50,6 +50,7 @@ def check_link(name: object, environment: Mapping[str, str]) -> None:
     """Raise ValueError for an unknown link, and for an invalid environment variable of the link."""
     if not isinstance(name, str) or name not in LINKS:
         raise ValueError(f"no link is called {name!r}; known are {', '.join(LINKS)}")
+    checksum_wanted(environment)
     if name == AUTO:
         shared_memory_wanted(environment)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import socket
@@ -16,8 +17,10 @@ import numpy as np
 
 from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.control.paths import lossy_paths
+from gradwire.collectives.control.records import Connection, Seal, seals_of
 from gradwire.collectives.cores import quota_is_short
-from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.environment import checksum_wanted
+from gradwire.collectives.errors import ForgedMessage, LinkError, ranks_text
 from gradwire.collectives.kernels import cpu_sockets
 from gradwire.collectives.transports.base import KIND_BITS, Capabilities, Operation, Run, Transport
 from gradwire.collectives.transports.compiled import CompiledLoop
@@ -46,21 +49,32 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
     peers = [peer for peer in range(membership.size) if peer != rank and peer not in but]
     connections = channel.connect(peers, time.monotonic() + timeout_s) if peers else {}
     local_size = next(len(host) for host in membership.hosts if rank in host)
-    transport = TcpTransport(rank, membership.size, connections, local_size)
-    transport.routes = (f"{ranks_text(peers)}: TCP, from {membership.address}",)
+    has_checksums = checksum_wanted(os.environ)
+    transport = TcpTransport(rank, membership.size, connections, local_size, has_checksums=has_checksums)
+    how = "encrypted TCP" if membership.is_private else "TCP with checksums" if has_checksums else "TCP"
+    transport.routes = (f"{ranks_text(peers)}: {how}, from {membership.address}",)
     return transport
 
 
 class TcpTransport(Table):
     """A Transport over TCP. connections: nonblocking sockets, by rank; the TcpTransport closes them. local_size: the number of
-    ranks of this host, which share its cores.
+    ranks of this host, which share its cores. has_checksums: whether messages that are not encrypted have checksums, the same at
+    both ends of a connection.
 
     A wait for any message moves all messages that this rank has posted.
     """
 
     capabilities = Capabilities(quick=True, eager=True, interruptible=True, receives_from_any=True, waits_again=True)
 
-    def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket], local_size: int = 1) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        connections: Mapping[int, Connection],
+        local_size: int = 1,
+        *,
+        has_checksums: bool = False,
+    ) -> None:
         kernels = cpu_sockets()
         assert not isinstance(kernels, str)
         super().__init__(kernels, np.zeros(kernels.TCP_FIELDS, dtype=np.int64), threading.Lock())
@@ -70,15 +84,24 @@ class TcpTransport(Table):
         self._local_size = local_size
         self._closed = False
         self._connections = np.zeros((size, kernels.CONNECTION_FIELDS), dtype=np.int64)
-        self._stages = np.empty((size, kernels.STAGE_BYTES), dtype=np.uint8)
+        self._seals = {peer: pair for peer, each in connections.items() if (pair := seals_of(each)) is not None}
+        if has_checksums:
+            checked = {peer: (Seal(None, encrypts=True), Seal(None, encrypts=False)) for peer in connections}
+            self._seals = checked | self._seals
+        stage_bytes = kernels.ARRIVING_BYTES if self._seals else kernels.STAGE_BYTES
+        self._stages = np.empty((size, stage_bytes), dtype=np.uint8)
+        self._leaving = np.empty((size if self._seals else 0, kernels.LEAVING_BYTES), dtype=np.uint8)
         self._wanted = np.zeros(size, dtype=np.int64)
         self._polls = np.zeros((size, kernels.POLL_BYTES), dtype=np.uint8)
         self._last_sender = rank
         self._connections[:, kernels.DESCRIPTOR] = -1
         for peer, connection in self._sockets.items():
             self._connections[peer, kernels.DESCRIPTOR] = connection.fileno()
-        self._connections[:, kernels.STAGE] = self._stages.ctypes.data + np.arange(size) * kernels.STAGE_BYTES
+        self._connections[:, kernels.STAGE] = self._stages.ctypes.data + np.arange(size) * stage_bytes
         self._connections[:, kernels.CURRENT] = -1
+        for peer, (leaving, arriving) in self._seals.items():
+            self._connections[peer, [kernels.SEALS, kernels.UNSEALS]] = leaving.address, arriving.address
+            self._connections[peer, kernels.LEAVING] = self._leaving[peer].ctypes.data
         context = {
             kernels.RANK: rank,
             kernels.SIZE: size,
@@ -151,6 +174,8 @@ class TcpTransport(Table):
             raise LinkError(None, timed_out=False, detail="the wait was ended")
         if status == kernels.LOST:
             error = int(context[kernels.ERROR])
+            if error == errno.EBADMSG:
+                raise ForgedMessage(peer, self.rank)
             detail = os.strerror(error) if error else "the connection has ended"
             raise LinkError(peer, timed_out=False, detail=f"rank {peer}: {detail}")
         if time.monotonic() >= deadline:

@@ -42,7 +42,7 @@ dist.all_reduce(count, group=dist.new_group(backend="gloo"))
 weights = model.weight.tolist()
 hvd.shutdown()
 left = [name for name in {INTERFACE_VARIABLES} if name in os.environ]
-print(json.dumps([os.uname().nodename, weights, count.item(), left]))
+print(json.dumps([os.uname().nodename, weights, count.item(), left, "GRADWIRE_KEY_FILE" in os.environ]))
 """
 
 #: The same in an elastic job.
@@ -70,7 +70,7 @@ def train(state):
         state.commit()
 
 train(state)
-print(json.dumps([os.uname().nodename, model.weight.tolist(), 2.0, []]))
+print(json.dumps([os.uname().nodename, model.weight.tolist(), 2.0, [], "GRADWIRE_KEY_FILE" in os.environ]))
 """
 
 #: Exchanges numbers by torch's init_process_group, and by gloo that gradwire makes.
@@ -88,7 +88,7 @@ mine, native = torch.full((4,), 1.0 + rank), torch.ones(1)
 dist.all_reduce(mine)
 with Communicator(link="process_group", timeout_s=20) as communicator:
     communicator.allreduce(native, algorithm="native")
-print(json.dumps([os.uname().nodename, [mine.tolist()], native.item(), []]))
+print(json.dumps([os.uname().nodename, [mine.tolist()], native.item(), [], False]))
 dist.destroy_process_group()
 """
 
@@ -164,7 +164,7 @@ def test_torchrun(hosts: Hosts, script: str) -> None:
     towards = [*command, "--master-addr", address(0), "--node-rank"]
     outputs = hosts.outputs(*((host, [*towards, str(host), script]) for host in range(2)))
     expected = joint() if script == "trains.py" else [[3.0] * 4]
-    assert results("".join(outputs)) == {f"host{host}": [expected, 2.0, []] for host in range(2)}
+    assert results("".join(outputs)) == {f"host{host}": [expected, 2.0, [], False] for host in range(2)}
 
 
 def test_info(hosts: Hosts) -> None:
@@ -190,9 +190,10 @@ def test_the_check_names_the_network_of_the_other_host(hosts: Hosts) -> None:
     ("launcher", "flags", "script"),
     [
         (0, ["-H", f"{address(0)}:1,{address(1)}:1"], "trains.py"),
-        (2, ["-H", "host0:1,host1:1"], "trains.py"),
-        (0, ["--min-np", "2", "-H", f"localhost:1,{address(1)}:1"], "elastic.py"),
+        (2, ["--private", "-H", "host0:1,host1:1"], "trains.py"),
+        (0, ["--private", "--min-np", "2", "-H", f"localhost:1,{address(1)}:1"], "elastic.py"),
         *wide_rows(
+            (0, ["--min-np", "2", "-H", f"localhost:1,{address(1)}:1"], "elastic.py"),
             (0, ["-H", f"localhost:1,{address(1)}:1"], "trains.py"),
             (2, ["--min-np", "2", "--host-discovery-script", "./discover"], "elastic.py"),
         ),
@@ -202,7 +203,7 @@ def test_gradwire_run(ssh: Hosts, launcher: int, flags: list[str], script: str) 
     """Start from one of the two hosts and from another one."""
     (output,) = ssh.outputs((launcher, [python(), "-m", "gradwire", "run", *flags, script]))
     printed = "\n".join(line.partition("<stdout>: ")[2] for line in output.splitlines())
-    assert results(printed) == {f"host{host}": [joint(), 2.0, []] for host in range(2)}
+    assert results(printed) == {f"host{host}": [joint(), 2.0, [], "--private" in flags] for host in range(2)}
 
 
 @pytest.mark.wide

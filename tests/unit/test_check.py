@@ -7,11 +7,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gradwire.collectives.control.key import Key
 from gradwire.trainer.tools.check import __main__ as command
 from gradwire.trainer.tools.check import lines, links, machine, ranks
 from gradwire.trainer.tools.check.machine import Finding
@@ -177,9 +179,13 @@ def listening(port: int, found: list[Finding]) -> Iterator[None]:
         assert not thread.is_alive()
 
 
-def test_links_in_both_directions() -> None:
+@pytest.mark.parametrize("has_key", [False, True])
+def test_links_in_both_directions(has_key: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What connects before, and says nothing, is nobody."""
     there: list[Finding] = []
+    if has_key:
+        Key.made().write(tmp_path / "key")
+        monkeypatch.setenv("GRADWIRE_KEY_FILE", str(tmp_path / "key"))
     port = unused_port()
     with listening(port, there):
         found = list(links.links("127.0.0.1", port))
@@ -192,6 +198,20 @@ def test_links_in_both_directions() -> None:
         r" us there and back; one connection carries [1-9]\d* MB/s there, [1-9]\d* MB/s back$", found[4].what
     )
     assert there == [Finding("ok", "127.0.0.1 has finished its check and prints the result")]
+
+
+def test_who_has_no_key_takes_no_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    there: list[Finding] = []
+    port = unused_port()
+    key = Key.made()
+    key.write(tmp_path / "key")
+    monkeypatch.setenv("GRADWIRE_KEY_FILE", str(tmp_path / "key"))
+    with listening(port, there):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(GREETING)
+            assert b"check" not in stranger.recv(1 << 12)
+        found = list(links.links("127.0.0.1", port))
+    assert [finding.state for finding in found] == ["ok", "ok", "note", "ok", "ok"], found
 
 
 @pytest.mark.parametrize("after_greeting", [False, True])

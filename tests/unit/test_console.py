@@ -182,6 +182,24 @@ def test_agents_of_several_hosts() -> None:
             command_on(host, job, agent, {})
 
 
+def test_the_key_of_a_job_is_on_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADWIRE_KEY_FILE", raising=False)
+    assert parse_job(["-np", "2", *SCRIPT]).key is None
+    drawn = parse_job(["--private", "-H", "a:1,b:1", *SCRIPT])
+    assert drawn.key is not None
+    assert drawn.key != parse_job(["--private", "-np", "2", *SCRIPT]).key
+    drawn.key.write(tmp_path / "key")
+    environment = {"GRADWIRE_KEY_FILE": str(tmp_path / "key"), "PATH": "/bin"}
+    said = shlex.join(command_on(drawn.hosts[1], drawn, ["agent"], environment))
+    assert "GRADWIRE" not in said
+    assert drawn.key.to_text() not in said
+    monkeypatch.setenv("GRADWIRE_KEY_FILE", str(tmp_path / "key"))
+    assert parse_job(["-np", "2", *SCRIPT]).key == drawn.key
+    (tmp_path / "key").chmod(0o644)
+    with pytest.raises(SystemExit):
+        parse_job(["-np", "2", *SCRIPT])
+
+
 def test_where_ranks_meet() -> None:
     """On the first host. Other hosts cannot use the name "localhost", so they get an address. One host needs no fixed port."""
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import gradwire  # noqa: F401  # which defines every error
+from gradwire.collectives.control.build import OtherBuild
 from gradwire.collectives.control.client import TurnedAway
-from gradwire.collectives.control.handshake import OtherBuild
 from gradwire.collectives.control.paths import LargePacketsLost
 from gradwire.collectives.engine.failure_monitor import OverdueError
 from gradwire.collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
+    ForgedMessage,
     LinkError,
     Mismatch,
     PeerJoined,
@@ -63,6 +64,7 @@ MADE: dict[type[BaseException], Callable[[], BaseException]] = {
     OverdueError: OverdueError,
     QuorumLost: lambda: QuorumLost([1], 2, rank=0, operation="step()"),
     LinkError: lambda: of_link(LinkError),
+    ForgedMessage: lambda: ForgedMessage(1, 0),
     LargePacketsLost: lambda: of_link(LargePacketsLost),
     TurnedAway: lambda: TurnedAway(1, "no such rank", again=True),
 }

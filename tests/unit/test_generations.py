@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from gradwire.collectives.control.key import Key
 from gradwire.trainer.world import generations as generations_module
 from gradwire.trainer.world.generations import WORKER, Generation, Generations, Worker, generations_of
 
@@ -65,6 +66,22 @@ def test_a_rank_without_which_the_next_generation_has_begun_ends_soon(monkeypatc
     begins.start()
     assert generations.await_generation(9, -1, time.monotonic() + 60).number == 2
     begins.join()
+
+
+def test_with_a_key_nobody_else_reads_or_begins_generations() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    key = Key.made()
+    generations, stranger = Generations(store, key), Generations(store)
+    generations.begin(Generation(1, (5, 8), (0, 1)))
+    generations.want_update(1)
+    assert Generations(store, key).current() == Generation(1, (5, 8), (0, 1))
+    assert Generations(store, key).is_update_wanted(1)
+    for reads in (stranger, Generations(store, Key.made())):
+        with pytest.raises(RuntimeError, match="GRADWIRE_KEY_FILE"):
+            reads.current()
+    stranger.lose(1, (5,))
+    with pytest.raises(RuntimeError, match="without a key"):
+        generations.lost(1)
 
 
 LAUNCHER = """

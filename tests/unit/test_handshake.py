@@ -12,17 +12,10 @@ from typing import Any
 import pytest
 
 from gradwire.collectives.control import handshake
-from gradwire.collectives.control.handshake import (
-    HANDSHAKE_BYTES,
-    PURPOSE_BYTES,
-    Arrived,
-    Door,
-    NotARank,
-    OtherBuild,
-    build,
-    dial,
-)
+from gradwire.collectives.control.build import OtherBuild, build
+from gradwire.collectives.control.handshake import HANDSHAKE_BYTES, Arrived, Door, NotARank, dial
 from gradwire.collectives.control.ports import listen_in
+from gradwire.collectives.control.private import PURPOSE_BYTES
 from gradwire.collectives.errors import LinkError
 from tests.harness import wait_until
 from tests.soak.strangers import FLOOD_BYTES, NESTED, greeting, proof

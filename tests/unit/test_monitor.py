@@ -14,6 +14,7 @@ import pytest
 from gradwire.collectives.control import channel as channel_module
 from gradwire.collectives.control.channel import Channel, Failure
 from gradwire.collectives.control.handshake import give_up_on_silence
+from gradwire.collectives.control.key import Key
 from gradwire.collectives.control.monitor import Monitor, neighbours
 from gradwire.collectives.control.neighbour import Neighbour
 from gradwire.collectives.errors import LinkError
@@ -24,13 +25,15 @@ SECRET = secrets.token_bytes(32)
 
 
 @contextmanager
-def monitors(size: int, before: Callable[[Any], object] = lambda cards: None) -> Iterator[list[Monitor]]:
+def monitors(
+    size: int, before: Callable[[Any], object] = lambda cards: None, secret: bytes | Key = SECRET
+) -> Iterator[list[Monitor]]:
     """The Monitors of ranks that have met. before: called with all cards when everyone listens."""
     made = [Monitor(rank, size, "127.0.0.1") for rank in range(size)]
     cards: list[Mapping[str, Any]] = [{"address": each.address, "port": each.port} for each in made]
     for each in made:
         each.cards = cards
-        each.start(SECRET)
+        each.start(secret)
     before(cards)
     run_ranks(size, lambda rank: made[rank].connect(time.monotonic() + DEADLINE_S, lambda: None))
     try:

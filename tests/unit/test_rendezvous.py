@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from gradwire.collectives.control.build import OtherBuild, build
 from gradwire.collectives.control.client import TurnedAway
-from gradwire.collectives.control.handshake import HANDSHAKE_BYTES, OtherBuild, build, dial
+from gradwire.collectives.control.handshake import HANDSHAKE_BYTES, dial
 from gradwire.collectives.control.monitor import TO_COORDINATOR, Monitor
 from gradwire.collectives.control.neighbour import Neighbour
 from gradwire.collectives.control.notes import CoordinatorPlace

@@ -1,10 +1,10 @@
 """The agent of one host of a job: starts and ends workers at the launcher's request. A worker is the process of a rank. The
 agent is a script that imports no other module of the package.
 
-The agent reads lines from stdin: `start 3` and the environment variables of worker 3 as JSON; `kill 3` to kill the worker at
-once; `stop 3` to let it end by itself. The end of stdin means that the launcher has ended, or wants all workers to end. The
-agent writes lines to stdout: READY; `[3]<stdout>: text` for each line that worker 3 prints; EXITED with a worker's number and
-exit code. Arguments: the command of a worker.
+The agent reads lines from stdin: `key` and the key of the job, if it has one; `start 3` and the environment variables of worker 3
+as JSON; `kill 3` to kill the worker at once; `stop 3` to let it end by itself. The end of stdin means that the launcher has
+ended, or wants all workers to end. The agent writes lines to stdout: READY; `[3]<stdout>: text` for each line that worker 3
+prints; EXITED with a worker's number and exit code. Arguments: the command of a worker.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ import time
 from contextlib import suppress
 from functools import partial
 from typing import IO
+
+#: As in gradwire.collectives.environment.
+KEY_FILE = "GRADWIRE_KEY_FILE"
 
 READY, EXITED = b"[agent]<ready>", b"[agent]<exited>: "
 
@@ -129,12 +132,21 @@ class _HostAgent:
         *lines, self._told = (self._told + piece).split(b"\n")
         for line in lines:
             what, number, *rest = line.decode().split(" ", 2)
-            if what == "start" and not self._is_ending:
+            if what == "key":
+                self._keep(number)
+            elif what == "start" and not self._is_ending:
                 self._start(int(number), json.loads(rest[0]))
             elif what == "kill":
                 self._signal(int(number), signal.SIGKILL)
             elif what == "stop":
                 self._stop(int(number))
+
+    def _keep(self, key: str) -> None:
+        """Keep the key of the job in memory, as a file that only this user can open, and name it to the workers."""
+        descriptor = os.memfd_create("gradwire-key")
+        os.fchmod(descriptor, 0o600)
+        os.write(descriptor, key.encode())
+        os.environ[KEY_FILE] = f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def _start(self, worker: int, variables: dict[str, str]) -> None:
         agent, environment = os.getpid(), {**os.environ, **variables}

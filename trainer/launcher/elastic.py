@@ -37,7 +37,7 @@ class ElasticRanks(JobPolicy):
         self._is_here = wanted.discovery_script is None and all(host.is_here for host in job.hosts)
         address = "127.0.0.1" if self._is_here else address_for(job.hosts, job, environment)
         store = start_store(address, job.master_port or 0, ports_for(job, environment))
-        self._generations = Generations(store)
+        self._generations = Generations(store, job.key)
         self._generations.limit_wait(wanted.timeout_s)
         self._of_all = {MASTER_PORT: str(store.port), RUN_ID: str(uuid.uuid4()), AGENT_STORE: "True"}
         self._discovery = None if wanted.discovery_script is None else Discovery(wanted.discovery_script)

@@ -116,9 +116,12 @@ class _JobRun:
             say(shlex.join(command))
         try:
             environment = self._environment | self._job.settings
-            self._agents[node] = AgentProcess(host, command, environment, self._job.start_timeout_s)
+            self._agents[node] = agent = AgentProcess(host, command, environment, self._job.start_timeout_s)
         except OSError as error:
             self._lose(node, f"cannot start {command[0]}: {error.strerror}")
+            return
+        if self._job.key is not None:
+            agent.tell(f"key {self._job.key.to_text()}")
 
     def _start(self, worker: int, node: int) -> None:
         if not self._ranks.workers.of[worker].is_running:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from gradwire.collectives.control.key import Key, key_from
 from gradwire.trainer.launcher.hosts import Host, parse_hosts, place, read_hostfile
 
 DESCRIPTION = """\
@@ -69,7 +71,8 @@ class Job:
     """Describes a job: the command of every rank, the hosts, and how to connect to them.
 
     settings: environment variables for all ranks. names: the names of further variables that other hosts get.
-    master_port: the rendezvous port; None: the default port. elastic: None if the number of ranks is fixed.
+    master_port: the rendezvous port; None: the default port. elastic: None if the number of ranks is fixed. key: with which the
+    connections of the ranks are encrypted, or None.
     """
 
     command: list[str]
@@ -84,6 +87,7 @@ class Job:
     verbose: bool = False
     notice: str | None = None
     elastic: Elastic | None = None
+    key: Key | None = None
 
 
 def parse_job(arguments: list[str]) -> Job:
@@ -98,6 +102,7 @@ def parse_job(arguments: list[str]) -> Job:
         elastic = _elastic(flags)
         hosts = _hosts(flags, elastic)
         settings = _settings(flags)
+        key = key_from({**os.environ, **settings}) or (Key.made() if flags.private else None)
     except ValueError as error:
         parser.error(str(error))
     ignored = ", ".join(flags.without_meaning)
@@ -114,6 +119,7 @@ def parse_job(arguments: list[str]) -> Job:
         verbose=flags.verbose,
         notice=f"gradwire: ignored, since they have no effect here: {ignored}" if ignored else None,
         elastic=elastic,
+        key=key,
     )
 
 
@@ -224,6 +230,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--master-port", type=port, metavar="PORT", help=ports)
     answer = "seconds in which every other host must answer by ssh (30)"
     add("--start-timeout", type=number, default=30, metavar="S", help=answer)
+    encrypts = "encrypt the connections of the ranks, with a new key or that of GRADWIRE_KEY_FILE"
+    add("--private", action="store_true", help=encrypts)
     folder = "also write the output of ranks: stdout and stderr in DIR/rank.0, ..."
     add("--output-filename", type=Path, metavar="DIR", help=folder)
     add("--verbose", action="store_true", help="print the commands, and the output of agents and ssh")

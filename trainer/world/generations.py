@@ -20,6 +20,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.control.asking import Asking, hang_up
+from gradwire.collectives.control.key import Key
+from gradwire.collectives.control.texts import Texts
 from gradwire.collectives.environment import AGENT_STORE
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.torch_internals import left_to_parent
@@ -96,11 +98,12 @@ class Departure:
 
 
 class Generations:
-    """Writes and reads the records of launcher and workers. store: the launcher's. Methods raise RuntimeError if it is gone, or
-    has not answered within its timeout."""
+    """Writes and reads the records of launcher and workers. store: the launcher's. key: of the job. Methods raise RuntimeError if
+    the store is gone, has not answered within its timeout, or holds what was written without the key."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, key: Key | None = None) -> None:
         self._store = PrefixStore(_PREFIX, store)
+        self._texts = Texts(self._store, key)
         self._timeout_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
         self._asking = Asking(self._store)
 
@@ -206,14 +209,14 @@ class Generations:
             time.sleep(_POLL_S)
 
     def _read(self, key: str) -> Any:
-        record = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        record = self._ask(lambda: self._texts.read(key))
         return None if record is None else json.loads(record)
 
     def _has(self, key: str) -> bool:
-        return self._ask(lambda: bool(self._store.check([key])))
+        return self._ask(lambda: self._texts.read(key) is not None)
 
     def _set(self, key: str, value: str) -> None:
-        self._ask(lambda: self._store.set(key, value))
+        self._ask(lambda: self._texts.write(key, value))
 
     def _ask(self, call: Callable[[], _Answer]) -> _Answer:
         """Return the result of a call to the store."""
@@ -223,10 +226,11 @@ class Generations:
             raise RuntimeError(str(error)) from error
 
 
-def generations_of(environment: Mapping[str, str], timeout_s: float) -> Generations:
+def generations_of(environment: Mapping[str, str], timeout_s: float, key: Key | None = None) -> Generations:
     """Return the Generations of this worker's job. Raises the errors of TCPStore if the launcher is gone."""
     host, port = environment[MASTER_ADDR], int(environment[MASTER_PORT])
-    return Generations(left_to_parent(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))))
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return Generations(left_to_parent(store), key)
 
 
 class Worker:
@@ -238,13 +242,13 @@ class Worker:
     take_place() again.
     """
 
-    def __init__(self, environment: MutableMapping[str, str], timeout_s: float) -> None:
-        """environment: that of the process, which take_place() changes. Raises as generations_of."""
+    def __init__(self, environment: MutableMapping[str, str], timeout_s: float, key: Key | None = None) -> None:
+        """environment: that of the process, which take_place() changes. key: of the job. Raises as generations_of."""
         self.number = int(environment[WORKER])
         self.generation: Generation | None = None
         self.is_late = False
         self._environment = environment
-        self._generations: Generations = generations_of(environment, timeout_s)
+        self._generations: Generations = generations_of(environment, timeout_s, key)
         self.losses: Losses | None = None
         self._comes_first = True
 

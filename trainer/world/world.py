@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
+from gradwire.collectives.control.key import Key
 from gradwire.collectives.errors import add_rank
 from gradwire.collectives.torch_internals import HashStore
 from gradwire.trainer.world.environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
@@ -60,6 +61,7 @@ def init(
     timeout_s: float | None = None,
     stall_warning_s: float | None = None,
     stall_shutdown_s: float | None = None,
+    key_file: str | os.PathLike[str] | None = None,
 ) -> None:
     """Join the world that the launcher's environment variables describe; without a launcher, a world of one.
 
@@ -76,6 +78,8 @@ def init(
     stall_warning_s: the seconds after which a waiting rank logs for which ranks it waits; default 60; 0: never.
     stall_shutdown_s: the seconds after which such a rank raises CollectiveTimeout, if they are fewer than timeout_s; 0, the
     default: only after timeout_s.
+    key_file: the file with the key of the job, from `gradwire keygen`, the same for all processes: with it, gradwire encrypts its
+    connections. By default that of the environment variable GRADWIRE_KEY_FILE.
 
     In an elastic job (gradwire run --min-np), the launcher decides which processes are the ranks, and init() waits for its
     decision. A process that starts after training has begun is alone until it calls a function that hvd.elastic.run decorates.
@@ -96,7 +100,7 @@ def init(
                 "with the method 'spawn' or 'forkserver', or fork before init()"
             )
         return
-    settings = read_settings(os.environ).replaced(timeout_s, stall_warning_s, stall_shutdown_s)
+    settings = read_settings(os.environ).replaced(timeout_s, stall_warning_s, stall_shutdown_s, key_file)
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(f'process_sets must be a list of process sets, None or "dynamic", not {process_sets!r}')
     listed = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
@@ -104,7 +108,7 @@ def init(
     ranks = None if comm is None else ranks_of(comm)
     owns = not dist.is_initialized()
     if owns and _holder.worker is None and WORKER in os.environ:
-        _holder.worker = Worker(os.environ, settings.timeout_s)
+        _holder.worker = Worker(os.environ, settings.timeout_s, settings.key)
     if _holder.worker is not None and ranks is not None:
         raise ValueError(
             "init(comm=) is not for elastic jobs, in which the launcher says which processes are the ranks"
@@ -138,9 +142,11 @@ def _join(settings: Settings, ranks: list[int] | None, process_sets: list[Proces
         launch = read_launch(os.environ)
         try:
             lost = None if worker is None or worker.losses is None else worker.losses.ranks
-            meeting = (
-                start_torch_distributed(launch, settings.timeout_s, left=_holder.left, lost=lost) if owns else None
-            )
+            meeting = None
+            if owns:
+                meeting = start_torch_distributed(
+                    launch, settings.timeout_s, left=_holder.left, lost=lost, key=settings.key
+                )
             world = World(launch, settings, ranks, meeting, owns_process_group=owns)
             try:
                 world.add(process_sets)
@@ -211,15 +217,16 @@ def start_torch_distributed(
     backend: str | None = None,
     left: set[str] | None = None,
     lost: Callable[[], Collection[int]] | None = None,
+    key: Key | None = None,
 ) -> Meeting | None:
     """Initialize torch.distributed for a launch, and return the Meeting of its ranks; None for a rank that is alone.
 
-    backend None: gloo, with NCCL for CUDA tensors if CUDA and NCCL are available. left, lost: as in meet().
+    backend None: gloo, with NCCL for CUDA tensors if CUDA and NCCL are available. left, lost, key: as in meet().
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if launch.size > 1:
-        return meet(launch, timeout_s, backend, left, lost)
+        return meet(launch, timeout_s, backend, left, lost, key)
     init_group(backend, timeout_s, HashStore(), 0, 1)
     return None
 

@@ -136,6 +136,12 @@ def load_unaligned(builder, address):
 
 
 @instruction(types.void, int64, int64)
+def store_unaligned(builder, address, value):
+    """Set 64 bits that begin at any address, which no other process reads."""
+    builder.store(value, _word(builder, address), align=1)
+
+
+@instruction(types.void, int64, int64)
 def store(builder, address, value):
     """Set the 64-bit word at an address, with release order: a process that loads it sees all earlier stores."""
     builder.store_atomic(value, _word(builder, address), "release", 8)

@@ -40,7 +40,8 @@ _copy_lines, _read_lines = _lines(copies=True), _lines(copies=False)
 
 
 @njit
-def _add_lines(source, target, count, sums):
+def add_lines(source, target, count, sums):
+    """Add lines of memory to the two lines of sums; copy them, too, unless the target is 0."""
     if target != 0:
         _copy_lines(source, target, count, sums)
     else:
@@ -53,13 +54,13 @@ def add_pieces(table, count, target, sums):
         source, nbytes = int64(pieces[2 * i]), int64(pieces[2 * i + 1])
         lines = nbytes // LINE_BYTES
         whole = lines * LINE_BYTES
-        _add_lines(source, target, lines, sums)
+        add_lines(source, target, lines, sums)
         target += whole if target != 0 else 0
         if nbytes > whole:
             for j in range(LINE_BYTES):
                 uint8_at(last)[j] = 0
             copy(last, source + whole, nbytes - whole)
-            _add_lines(last, target, 1, sums)
+            add_lines(last, target, 1, sums)
             target += LINE_BYTES if target != 0 else 0
     settle()
     return count

@@ -1,7 +1,7 @@
 """Messages over TCP.
 
-A connection carries one message after the other: a header of 16 bytes, the tag and the length, then the bytes. For the table
-of the messages that a process has posted, see gradwire.collectives.kernels.cpu.rows.
+For the table of the messages that a process has posted, see gradwire.collectives.kernels.cpu.rows; for their bytes,
+gradwire.collectives.kernels.cpu.tcp_connection.
 """
 
 from __future__ import annotations
@@ -19,57 +19,18 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     store,
 )
 from gradwire.collectives.kernels.cpu.rows import add_row, is_done, row_of
-from gradwire.collectives.kernels.cpu.sockets import EAGAIN, EINTR, EPIPE, receive, send_two
+from gradwire.collectives.kernels.cpu.sealing import open_record
+from gradwire.collectives.kernels.cpu.sockets import EAGAIN, EBADMSG, EINTR, EPIPE, receive
+from gradwire.collectives.kernels.cpu.tcp_connection import fill, header_bytes, next_header, send_some
 from gradwire.collectives.kernels.cpu.tcp_context import connection_of, polls_again, sleep, spin_less, spin_more
-
-#: Bytes that one call moves, so that sends and receives alternate. Less than the 64 KB that Linux processes as one unit: with
-#: more, Linux may hold back a small tail (net.ipv4.tcp_autocorking), which has made exchanges eight times slower.
-_PIECE_BYTES = 56 << 10
 
 #: How long a wait sleeps before it returns to its caller.
 SLICE_MS, SLICE_NS = 50, 40_000_000
 
 
 @njit
-def _send_some(connection, row):
-    """Write as much of a message as there is room for. Return the number of bytes, or -errno."""
-    moved, nbytes = field(row, layout.ROW_MOVED), field(row, layout.ROW_NBYTES)
-    header = max(-moved, 0)
-    begun = max(moved, 0)
-    written = send_two(
-        field(connection, layout.DESCRIPTOR),
-        row + 8 * layout.ROW_TAG + layout.HEADER_BYTES - header,
-        header,
-        field(row, layout.ROW_ADDRESS) + begun,
-        min(nbytes - begun, _PIECE_BYTES),
-    )
-    if written > 0:
-        set_field(row, layout.ROW_MOVED, moved + written)
-        if moved + written == nbytes:
-            set_field(row, layout.ROW_DONE, 1)
-    return written
-
-
-@njit
-def _fill(connection):
-    """Read into the stage of a connection. Return as receive()."""
-    stage, begin, end = field(connection, layout.STAGE), field(connection, layout.BEGIN), field(connection, layout.END)
-    if begin == end:
-        begin = end = 0
-    elif begin > 0:  # the beginning of a header
-        for byte in range(end - begin):
-            copy(stage + byte, stage + begin + byte, 1)
-        begin, end = 0, end - begin
-    got = receive(field(connection, layout.DESCRIPTOR), stage + end, layout.STAGE_BYTES - end)
-    set_field(connection, layout.BEGIN, begin)
-    set_field(connection, layout.END, end + max(got, 0))
-    return got
-
-
-@njit
-def _begin_message(context, connection, peer):
-    """Find the row for the header at hand. Return whether there is one, or -1 if the row expects another kind or length."""
-    header = field(connection, layout.STAGE) + field(connection, layout.BEGIN)
+def _begin_message(context, connection, peer, header):
+    """Find the row for a header. Return whether there is one, or -1 if the row expects another kind or length."""
     tag, nbytes = load_unaligned(header), load_unaligned(header + 8)
     for number in range(field(context, layout.FIRST), field(context, layout.COUNT)):
         row = row_of(context, number)
@@ -84,7 +45,10 @@ def _begin_message(context, connection, peer):
                 set_field(context, layout.FOUND_NBYTES, nbytes)
                 return -1
             set_field(connection, layout.CURRENT, number)
-            set_field(connection, layout.BEGIN, field(connection, layout.BEGIN) + layout.HEADER_BYTES)
+            if field(connection, layout.HAS_HEADER) != 0:
+                set_field(connection, layout.HAS_HEADER, 0)
+            else:
+                set_field(connection, layout.BEGIN, field(connection, layout.BEGIN) + layout.HEADER_BYTES)
             return 1
     return 0
 
@@ -94,15 +58,18 @@ def _receive_some(context, connection, peer):
     """Read from a connection until it has no more bytes for posted rows, or a piece has been read. Return FINISHED, DISAGREED,
     LOST, or PENDING if nothing was read."""
     pieces = 0
-    while pieces < _PIECE_BYTES:
+    while pieces < layout.PIECE_BYTES:
         if field(connection, layout.CURRENT) < 0:
-            if field(connection, layout.END) - field(connection, layout.BEGIN) < layout.HEADER_BYTES:
-                got = _fill(connection)
+            header = next_header(connection)
+            if header == 0:
+                got = fill(connection, header_bytes(connection))
                 if got <= 0:
                     return _nothing(context, peer, got, pieces)
                 pieces += 1
                 continue
-            found = _begin_message(context, connection, peer)
+            if header < 0:
+                return _nothing(context, peer, -EBADMSG, pieces)
+            found = _begin_message(context, connection, peer, header)
             if found < 0:
                 set_field(context, layout.PEER, peer)
                 return layout.DISAGREED
@@ -113,14 +80,26 @@ def _receive_some(context, connection, peer):
         row = row_of(context, field(connection, layout.CURRENT))
         moved, nbytes = field(row, layout.ROW_MOVED), field(row, layout.ROW_NBYTES)
         begin, end = field(connection, layout.BEGIN), field(connection, layout.END)
-        if moved < nbytes and begin < end:
+        if moved < nbytes and field(connection, layout.UNSEALS) != 0:
+            got = min(nbytes - moved, layout.PIECE_BYTES)
+            if end - begin < got + layout.MAC_BYTES:
+                got = fill(connection, got + layout.MAC_BYTES)
+                if got <= 0:
+                    return _nothing(context, peer, got, pieces)
+                pieces += 1
+                continue
+            record, target = field(connection, layout.STAGE) + begin, field(row, layout.ROW_ADDRESS) + moved
+            if not open_record(field(connection, layout.UNSEALS), record, got, target):
+                return _nothing(context, peer, -EBADMSG, pieces)
+            set_field(connection, layout.BEGIN, begin + got + layout.MAC_BYTES)
+        elif moved < nbytes and begin < end:
             got = min(end - begin, nbytes - moved)
             copy(field(row, layout.ROW_ADDRESS) + moved, field(connection, layout.STAGE) + begin, got)
             set_field(connection, layout.BEGIN, begin + got)
         elif moved == nbytes:
             got = int64(0)
         elif nbytes - moved < layout.STAGE_BYTES // 2:
-            got = _fill(connection)
+            got = fill(connection, nbytes - moved)
             if got <= 0:
                 return _nothing(context, peer, got, pieces)
             pieces += 1
@@ -129,7 +108,7 @@ def _receive_some(context, connection, peer):
             got = receive(
                 field(connection, layout.DESCRIPTOR),
                 field(row, layout.ROW_ADDRESS) + moved,
-                min(nbytes - moved, _PIECE_BYTES),
+                min(nbytes - moved, layout.PIECE_BYTES),
             )
             if got <= 0:
                 return _nothing(context, peer, got, pieces)
@@ -187,7 +166,7 @@ def move_some(context):
         if field(row, layout.ROW_SENDS) == 0:
             store(wanted + 8 * peer, state | layout.RECEIVES)
         elif state & layout.SENDS == 0:
-            written = _send_some(connection_of(context, peer), row)
+            written = send_some(connection_of(context, peer), row)
             if written > 0:
                 result = layout.FINISHED
             elif _nothing(context, peer, written if written != 0 else -EPIPE, 0) == layout.LOST:
@@ -262,25 +241,21 @@ def wait_for(context, number):
 
 
 @njit
-def _begins(connection, tag):
-    """Return whether the next message of a connection has a tag. Reads as much of its header as has arrived."""
-    if field(connection, layout.CURRENT) >= 0:
-        return False
-    if field(connection, layout.END) - field(connection, layout.BEGIN) < layout.HEADER_BYTES:
-        got = _fill(connection)
+def _arriving(connection):
+    """Return next_header() of a connection between two messages, after reading as much of it as has arrived."""
+    header = next_header(connection)
+    if header == 0:
+        got = fill(connection, header_bytes(connection))
         if got == 0 or (got < 0 and got != -EAGAIN and got != -EINTR):
             set_field(connection, layout.ENDED, 1)
-    waiting = field(connection, layout.END) - field(connection, layout.BEGIN)
-    if waiting < layout.HEADER_BYTES:
-        return False
-    found = load_unaligned(field(connection, layout.STAGE) + field(connection, layout.BEGIN))
-    return found & layout.TAG_MASK == tag & layout.TAG_MASK
+        header = next_header(connection)
+    return header
 
 
 @njit
 def _find_sender(context, tag, first):
-    """Return the first rank, from `first` on, whose next message has a tag; -1 for none. Ranks whose next header has not
-    arrived yet are marked in WANTED."""
+    """Return the first rank, from `first` on, whose next message has a tag; -1 for none, -2 if a record of PEER does not verify.
+    Ranks whose next header has not arrived yet are marked in WANTED."""
     size = field(context, layout.SIZE)
     wanted = field(context, layout.WANTED)
     for step in range(size):
@@ -288,10 +263,15 @@ def _find_sender(context, tag, first):
         connection = connection_of(context, peer)
         if field(connection, layout.DESCRIPTOR) < 0 or field(connection, layout.ENDED) != 0:
             continue
-        if _begins(connection, tag):
+        header = int64(0)
+        if field(connection, layout.CURRENT) < 0:
+            header = _arriving(connection)
+        if header < 0:
+            _nothing(context, peer, -EBADMSG, 0)
+            return -2
+        if header > 0 and load_unaligned(header) & layout.TAG_MASK == tag & layout.TAG_MASK:
             return peer
-        is_known = field(connection, layout.END) - field(connection, layout.BEGIN) >= layout.HEADER_BYTES
-        if field(connection, layout.ENDED) == 0 and not is_known:
+        if field(connection, layout.ENDED) == 0 and header == 0:
             store(wanted + 8 * peer, load(wanted + 8 * peer) | layout.RECEIVES)
     return -1
 
@@ -308,6 +288,8 @@ def next_sender(context, tag, first, milliseconds):
         if status in (layout.LOST, layout.DISAGREED):
             return status
         peer = _find_sender(context, tag, first)
+        if peer == -2:
+            return layout.LOST
         set_field(context, layout.PEER, peer)
         left_ms = milliseconds - (monotonic_ns() - began) // 1_000_000
         if peer >= 0 or left_ms <= 0:

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from gradwire.collectives.control.key import key_from
 from gradwire.collectives.environment import listening_ports
 from gradwire.collectives.errors import LinkError
 from gradwire.trainer.tools.check.links import links, listen
@@ -48,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--port must be from 1 to 65535, not {flags.port}")
     try:
         listening_ports(os.environ)  # raises ValueError before any test
+        key_from(os.environ)
         if flags.hosts:
             return start_on(flags.hosts, flags.port)
     except (ValueError, LinkError) as error:

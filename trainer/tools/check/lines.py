@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gradwire.collectives.control.handshake import finish, handshake_of
+from gradwire.collectives.control.key import key_from
 from gradwire.collectives.control.paths import LargePacketsLost, check_paths
+from gradwire.collectives.control.records import Connection
 from gradwire.collectives.errors import LinkError
 
 _GREETING = b'"gradwire check 3"\n'
@@ -21,16 +25,18 @@ MOST_PORTS = 3
 _STREAM_BYTES, _STREAM_S = 1 << 28, 1.0
 _LONGEST_LINE = 1 << 12
 _STRANGE = "the other side is not gradwire check"
+_STRANGE_TO_KEY = "the other side is not gradwire check with the same key and the same version"
 
 
 class JsonLines:
     """Sends and receives lines of JSON on a connection, after the greetings, with a deadline for each answer, and one for all.
-    Raises ConnectionError if the other side sends another greeting."""
+    With a key, they are encrypted. Raises ConnectionError if the other side sends another greeting, or has another key."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+    def __init__(self, connection: socket.socket, *, dials: bool) -> None:
+        """dials: whether this process has made the connection, and not accepted it."""
         self._end = time.monotonic() + _GREETING_S
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = self._met(connection, dials=dials)
         self._send(_GREETING)
         for each in _GREETING:
             if self._receive(1)[0] != each:
@@ -93,6 +99,16 @@ class JsonLines:
         except LinkError as error:
             raise ConnectionError(str(error)) from error
         return True
+
+    def _met(self, connection: socket.socket, *, dials: bool) -> Connection:
+        """Return the connection after the handshake with the key, if there is one."""
+        if (key := key_from(os.environ)) is None:
+            return connection
+        connection.setblocking(False)
+        handshake = handshake_of(connection, 0, key.of("gradwire check"), dials=dials)
+        if not finish(handshake, self._end, lambda: None) or handshake.other_build() is not None:
+            raise ConnectionError(_STRANGE_TO_KEY)
+        return handshake.connection
 
     def _send(self, data: bytes) -> None:
         self._limit()

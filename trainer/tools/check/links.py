@@ -20,6 +20,7 @@ from gradwire.collectives.control.asking import look_up
 from gradwire.collectives.control.own_address import own_address
 from gradwire.collectives.control.paths import REMEDY
 from gradwire.collectives.control.ports import listen_in, listen_on
+from gradwire.collectives.control.records import Connection
 from gradwire.collectives.environment import INTERFACE_VARIABLES, listening_ports
 from gradwire.collectives.errors import LinkError
 from gradwire.trainer.tools.check.lines import ANSWER_S, KNOCK_S, MOST_PORTS, JsonLines, of_strangers, plain
@@ -49,7 +50,7 @@ def links(host: str, port: int) -> Iterator[Finding]:
     with connection:
         try:
             with of_strangers():
-                line = JsonLines(connection)
+                line = JsonLines(connection, dials=True)
                 yield Finding("ok", f"to {there}: open")
                 yield from _both_directions(line, host, str(address), port)
                 if line.try_large_packets():
@@ -112,7 +113,7 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
             with connection:
                 try:
                     with of_strangers():
-                        _answer(JsonLines(connection), name)
+                        _answer(JsonLines(connection, dials=False), name)
                 except OSError as error:  # perhaps another program connected
                     why = f"{name} connected, but: {_text(error)}"
                 else:
@@ -133,7 +134,7 @@ def _answer(line: JsonLines, peer: str) -> None:
         line.write(line.measure_rate())
 
 
-def _open(stack: ExitStack, connection: socket.socket, port: int | None) -> list[int]:
+def _open(stack: ExitStack, connection: Connection, port: int | None) -> list[int]:
     """Listen at ports as ranks do, and at a given one if it is free, until the stack is closed. Return the ports."""
     address, allowed = plain(address_text(connection.getsockname())), listening_ports(os.environ)
     found = []

@@ -15,6 +15,7 @@ from typing import Any
 from gradwire.collectives import Communicator
 from gradwire.collectives.control.addresses import seen_from
 from gradwire.collectives.control.interfaces import Interface, interfaces_here
+from gradwire.collectives.control.key import key_from
 from gradwire.collectives.control.ports import listen_in
 from gradwire.collectives.environment import listening_ports
 from gradwire.collectives.errors import CollectiveError
@@ -47,9 +48,8 @@ def start_on(names: str, port: int) -> int:
     hosts = place(None, dict.fromkeys(parse_hosts(names), 1))
     if len(hosts) < 2:
         raise ValueError(f"--hosts {names} names one host: give at least two, separated by commas")
-    return run_job(
-        Job([sys.executable, "-m", "gradwire", "check", "--port", str(port), "--hosts"], hosts, master_port=port)
-    )
+    command = [sys.executable, "-m", "gradwire", "check", "--port", str(port), "--hosts"]
+    return run_job(Job(command, hosts, master_port=port, key=key_from(os.environ)))
 
 
 def all_pairs(meeting_port: int) -> Iterator[Finding]:
@@ -116,7 +116,7 @@ def _measure(cable: Cable, port: int) -> Carried:
     source = None if cable.in_use else (own, 0)
     try:
         with socket.create_connection((other, port), KNOCK_S, source) as connection, of_strangers():
-            line = JsonLines(connection)
+            line = JsonLines(connection, dials=True)
             there = line.measure_rate()
             line.echo()
             return there * 8e-6, float(line.read()) * 8e-6
@@ -132,7 +132,7 @@ def _answer(listening: socket.socket) -> None:
             listening.settimeout(left_s)
             connection, _ = listening.accept()
             with connection, suppress(OSError), of_strangers():
-                line = JsonLines(connection)
+                line = JsonLines(connection, dials=False)
                 line.echo()
                 line.write(line.measure_rate())
                 return

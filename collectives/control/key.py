@@ -1,0 +1,112 @@
+"""The key of a job, which its processes get from outside, and keys that are derived from it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradwire.collectives.control.libcrypto import Cipher
+from gradwire.collectives.environment import KEY_FILE
+from gradwire.collectives.kernels.layout import KEY_BYTES, MAC_BYTES
+
+_NONCE, _SALT_BYTES = bytes(12), 32
+_FILE_MODE = 0o600
+_SEALED = "gradwire-sealed "
+
+
+def hkdf(secret: bytes, salt: bytes, *purposes: bytes) -> list[bytes]:
+    """Return a key for each purpose, derived from a secret by HKDF-SHA-256 (RFC 5869, 2010)."""
+    extracted = hmac.digest(salt, secret, hashlib.sha256)
+    return [hmac.digest(extracted, purpose + b"\x01", hashlib.sha256) for purpose in purposes]
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key that only the processes of a job have. With it, all connections of gradwire are encrypted."""
+
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def made(cls) -> Key:
+        """Return a new, random key."""
+        return cls(secrets.token_bytes(KEY_BYTES))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Key:
+        """Return the key in a file. Raises ValueError, without any of its content, for a file that cannot be read, that other
+        users can read or write, or that has no key."""
+        try:
+            with open(path, encoding="ascii", errors="replace") as file:
+                found = os.fstat(file.fileno())
+                if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid not in (os.geteuid(), 0):
+                    mode = f"its mode is {stat.S_IMODE(found.st_mode):04o} and its owner {found.st_uid}"
+                    raise ValueError(
+                        f"the key file {path} must be private to its owner, this user: {mode}; chmod 600 it"
+                    )
+                text = file.read(2 * KEY_BYTES + 2).strip()
+        except OSError as error:
+            raise ValueError(f"cannot read the key file {path}: {error.strerror}") from error
+        try:
+            secret = bytes.fromhex(text)
+        except ValueError:
+            secret = b""
+        if len(secret) != KEY_BYTES:
+            raise ValueError(
+                f"the key file {path} must hold {2 * KEY_BYTES} hexadecimal digits and nothing else: `gradwire keygen` makes one"
+            )
+        return cls(secret)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the key to a new file that only its owner can read. Raises OSError, also if the file exists."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE)
+        with open(descriptor, "w") as file:
+            file.write(self.to_text() + "\n")
+
+    def to_text(self) -> str:
+        """Return the content of a key file."""
+        return self.secret.hex()
+
+    def of(self, meeting: str) -> Key:
+        """Return the key of the ranks that meet, derived from this one. meeting: a text that no other meeting has."""
+        return Key(hkdf(self.secret, b"", b"meeting " + meeting.encode())[0])
+
+    def seal(self, name: str, text: str) -> str:
+        """Return a text for a place that others can read and write, such as torch's store: encrypted, with a tag of the text and
+        its name there."""
+        salt = secrets.token_bytes(_SALT_BYTES)
+        cipher = self._cipher(salt, encrypts=True)
+        return _SEALED + (salt + cipher.encrypt(text.encode(), name.encode())).hex()
+
+    def open(self, name: str, sealed: str) -> str | None:
+        """Return the text that seal() sealed under a name; None for anything else."""
+        try:
+            found = bytes.fromhex(sealed.removeprefix(_SEALED))
+        except ValueError:
+            return None
+        salt, record = found[:_SALT_BYTES], found[_SALT_BYTES:]
+        if not sealed.startswith(_SEALED) or len(record) < MAC_BYTES:
+            return None
+        text = self._cipher(salt, encrypts=False).decrypt(record, name.encode())
+        return None if text is None else text.decode()
+
+    def _cipher(self, salt: bytes, *, encrypts: bool) -> Cipher:
+        """Return a cipher whose key nothing else has."""
+        cipher = Cipher(hkdf(self.secret, salt, b"a text")[0], encrypts=encrypts)
+        cipher.use(None, _NONCE)
+        return cipher
+
+
+def is_sealed(text: str) -> bool:
+    """Return whether a text is one that Key.seal() makes."""
+    return text.startswith(_SEALED)
+
+
+def key_from(environment: Mapping[str, str]) -> Key | None:
+    """Return the key in the file that GRADWIRE_KEY_FILE names; None if it names none. Raises as Key.read()."""
+    path = environment.get(KEY_FILE)
+    return Key.read(path) if path else None

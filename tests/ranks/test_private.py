@@ -1,0 +1,187 @@
+"""What the network between hosts carries, with a key and without one: everything that crosses the switch is recorded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.hosts import Cluster, HostsError, check_machine, plan_ranks
+from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.control.key import Key
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide_rows
+from tests.interpreter import python
+from tests.pages import ROOT
+from tests.ranks.exact import contribution, reduced
+
+DEADLINE_S = 60.0
+WINDOW_BYTES = 16
+#: What the names of a meeting and its token are in these jobs.
+NAME, TOKEN = "a-name-of-the-meeting", "a-token-of-the-meeting-which-is-secret"
+ARGUMENT = "--an-argument-of-the-command-that-nobody-else-is-to-read"
+
+#: Broadcasts and sums known numbers, between hosts and by each of their verbs, and sends them as control records.
+PROGRAM = f"""
+import json, secrets, sys
+texts = [{NAME!r}, {TOKEN!r}]
+secrets.token_hex = lambda nbytes: texts.pop(0) if texts else nbytes * "5"
+import torch
+import gradwire as hvd
+from gradwire.collectives import Communicator
+
+hvd.init(timeout_s=30)
+numbers = torch.frombuffer(bytearray(open("numbers", "rb").read()), dtype=torch.float32)
+communicator = Communicator(timeout_s=30)
+for algorithm in ("recursive_doubling", "ring"):
+    landed = numbers.clone() if hvd.rank() == 0 else torch.zeros_like(numbers)
+    communicator.allreduce(landed, algorithm=algorithm)
+    assert torch.equal(landed, numbers)
+communicator.post("a topic", numbers[:64].tolist())
+communicator.allgather_record("a record that nobody else is to read")
+if hvd.rank() == 0:
+    print("; ".join(communicator.routes))
+communicator.close()
+hvd.shutdown()
+"""
+KNOWN = {
+    "token": TOKEN.encode(),
+    "command line": ARGUMENT.encode(),
+    "record": b"a record that nobody else is to read",
+}
+
+
+@contextmanager
+def recorded(cluster: Cluster, path: Path) -> Iterator[None]:
+    """Record what crosses the switch to a file."""
+    command = cluster.switch.enter([python(), str(ROOT / "tests" / "capture.py"), str(path)])
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield
+        finally:
+            process.kill()
+
+
+def output_of(cluster: Cluster, hosts: int, folder: Path, environment: dict[str, str]) -> str:
+    """Return what the ranks of a job print, one on each host."""
+    common = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    with ExitStack() as stack:
+        started: list[subprocess.Popen[str]] = []
+        for rank in plan_ranks(hosts, hosts, ""):
+            command = cluster.hosts[rank.host].enter(["env", "--chdir", str(folder), python(), "program.py", ARGUMENT])
+            variables = common | rank.environment | environment
+            started.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
+            stack.callback(started[-1].kill)
+        printed = [process.communicate(timeout=DEADLINE_S)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * hosts
+    return "".join(printed)
+
+
+def windows(content: bytes) -> np.ndarray:
+    """Return the pieces of WINDOW_BYTES bytes that begin at each byte, as pairs of words."""
+    pieces = np.lib.stride_tricks.sliding_window_view(np.frombuffer(content, dtype=np.uint8), WINDOW_BYTES)
+    return np.ascontiguousarray(pieces).view([("first", "<u8"), ("second", "<u8")]).ravel()
+
+
+def found_in(heard: bytes, secrets: dict[str, bytes]) -> set[str]:
+    """Return the names of the secrets of which any piece of WINDOW_BYTES bytes was heard."""
+    every = np.unique(windows(heard))
+    return {name for name, secret in secrets.items() if np.isin(windows(secret), every).any()}
+
+
+@pytest.mark.parametrize("hosts", [2, *wide_rows((4,))])
+def test_who_listens_to_the_network_reads_nothing(hosts: int, tmp_path: Path) -> None:
+    """Without a key, the same program shows everything."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    numbers = np.random.default_rng(7).standard_normal(1 << 14, dtype=np.float32).tobytes()
+    (tmp_path / "numbers").write_bytes(numbers)
+    key = Key.made()
+    key.write(tmp_path / "key")
+    secrets = KNOWN | {"numbers": numbers, "key": key.secret, "key in digits": key.to_text().encode()}
+    found: list[set[str]] = []
+    routes: list[str] = []
+    try:
+        check_machine()
+        with Cluster(hosts, "10gbit") as cluster:
+            for environment in ({}, {"GRADWIRE_KEY_FILE": "key"}):
+                heard = tmp_path / f"heard.{len(found)}"
+                with recorded(cluster, heard):
+                    routes.append(output_of(cluster, hosts, tmp_path, environment))
+                found.append(found_in(heard.read_bytes(), secrets))
+    except HostsError as error:
+        pytest.skip(str(error))
+    assert found[0] == {*KNOWN, "numbers"}
+    assert found[1] == set()
+    assert "encrypted TCP" not in routes[0]
+    assert "encrypted TCP" in routes[1]
+
+
+def made(link: str | None = None) -> Communicator:
+    return Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link=link)
+
+
+def assert_sums(communicator: Communicator) -> None:
+    """Raw and coded numbers of several lengths."""
+    rank, size = communicator.rank, communicator.size
+    for numel in (0, 1, 1000, 1 << 20):
+        mine = contribution(rank, size, numel, torch.float32)
+        communicator.allreduce(mine)
+        assert torch.equal(mine, reduced(size, numel, torch.float32))
+        coded = torch.full((numel,), float(rank))
+        communicator.allreduce(coded, compression="int8")
+        assert torch.equal(coded, torch.full((numel,), float(sum(range(size)))))
+
+
+def with_a_key(path: str) -> None:
+    os.environ["GRADWIRE_KEY_FILE"] = path
+    with made("tcp") as communicator:
+        assert any("encrypted TCP" in route for route in communicator.routes)
+        assert_sums(communicator)
+        with pytest.raises(CollectiveError, match="gloo does not encrypt"):
+            communicator.allreduce(torch.ones(1), algorithm="native")
+    with pytest.raises(CollectiveError, match="gloo does not encrypt"):
+        made("process_group")
+    with made() as communicator:  # in shared memory
+        assert_sums(communicator)
+
+
+def with_checksums() -> None:
+    with made("tcp") as communicator:
+        assert not any("checksums" in route for route in communicator.routes)
+    os.environ["COLLECTIVES_CHECKSUM"] = "1"
+    with made("tcp") as communicator:
+        assert any("TCP with checksums" in route for route in communicator.routes)
+        assert_sums(communicator)
+    if dist.get_rank() == 0:
+        del os.environ["COLLECTIVES_CHECKSUM"]
+    with pytest.raises(ValueError, match="COLLECTIVES_CHECKSUM=1 on ranks 1, 2"):
+        made("tcp")
+    os.environ["COLLECTIVES_CHECKSUM"] = "crc"
+    with pytest.raises(ValueError, match="must be 0 or 1"):
+        made()
+    del os.environ["COLLECTIVES_CHECKSUM"]
+
+
+def with_a_key_too_late(path: str) -> None:
+    made().close()
+    os.environ["GRADWIRE_KEY_FILE"] = path
+    with pytest.raises(ValueError, match="have met without the key"):
+        made()
+
+
+def test_communicators_of_ranks(ranks: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    Key.made().write(path)
+    for calls in ([(with_a_key, str(path))], [(with_checksums,), (with_a_key_too_late, str(path))]):
+        world = ranks.fresh(3)
+        for function, *arguments in calls:
+            world.run(function, *arguments)
+        world.close()
