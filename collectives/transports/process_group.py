@@ -137,7 +137,7 @@ class ProcessGroupTransport(Transport):
         self.capabilities = Capabilities(
             device_types=device_types,
             posts_together=() if self._nccl is None else ("cuda",),
-            algorithms=dict.fromkeys(PLANNERS, ("native",)),
+            algorithms={} if membership.why_no_gloo and self._nccl is None else dict.fromkeys(PLANNERS, ("native",)),
             # NCCL needs one kernel; the general loop launches kernels for each message.
             preferred_on_gpu={} if self._nccl is None else dict.fromkeys(PLANNERS, "native"),
         )
@@ -181,6 +181,8 @@ class ProcessGroupTransport(Transport):
         if operation.device_type == "cuda":
             assert self._nccl is not None
             return self._nccl.prepare(operation)
+        if why := self._membership.why_no_gloo:
+            raise ValueError(f"rank {self.rank}: algorithm 'native': {why}")
         meet, options = _meeting(meets_over), options_of(operation)
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
