@@ -1,8 +1,8 @@
 """Connections whose bytes travel in records, which are encrypted and which nobody can change unnoticed.
 
-A record is the length of its text, the encrypted text, and a tag that covers both. Each direction of each connection has a key of
-its own, and the number of a record is its nonce: so a record that is changed, repeated, left out, or comes from another place
-does not verify. Compiled kernels continue a connection where a RecordSocket has left it.
+A record is an encrypted text and a tag of 16 bytes. Each direction of each connection has a key of its own, and the number of a
+record is its nonce: so a record that is changed, repeated, left out, or comes from another place does not verify. A RecordSocket
+sends the length of a text as a record before that of the text. Compiled kernels continue its connection where it stops.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gradwire.collectives.control.libcrypto import NEXT_KEY, Cipher, functions
 from gradwire.collectives.kernels import layout
 
 _LENGTH = struct.Struct("!I")
+_LENGTH_BYTES = _LENGTH.size + layout.MAC_BYTES
 #: The longest text of a record.
 _LONGEST = layout.PIECE_BYTES
 _NONCE_BYTES = 12
@@ -26,10 +27,6 @@ _NONCE_BYTES = 12
 
 class Forged(OSError):
     """What has arrived is not what the other end has sent."""
-
-
-def _forged() -> Forged:
-    return Forged(errno.EBADMSG, "a record does not verify: it was changed, repeated or left out on the way")
 
 
 class Seal:
@@ -47,16 +44,15 @@ class Seal:
             ctypes.memmove(self.address + 8 * layout.KEY, key, layout.KEY_BYTES)
 
     def seal(self, text: bytes) -> bytes:
-        """Return the next record, with its length."""
-        length = _LENGTH.pack(len(text))
+        """Return the next record."""
         self._begin()
-        return length + self._cipher.encrypt(text, length)
+        return self._cipher.encrypt(text)
 
-    def open(self, length: bytes, record: bytes) -> bytes:
-        """Return the text of the next record. length: as it has arrived. Raises Forged."""
+    def open(self, record: bytes) -> bytes:
+        """Return the text of the next record. Raises Forged."""
         self._begin()
-        if (text := self._cipher.decrypt(record, length)) is None:
-            raise _forged()
+        if (text := self._cipher.decrypt(record)) is None:
+            raise Forged(errno.EBADMSG, "a record does not verify: it was changed, repeated or left out on the way")
         return text
 
     def _begin(self) -> None:
@@ -81,14 +77,15 @@ class RecordSocket:
         self.leaving, self.arriving = leaving, arriving
         self._socket = connection
         self._unsent, self._taken = b"", 0
-        self._arrived, self._wanted = b"", _LENGTH.size
+        self._arrived, self._wanted, self._has_length = b"", _LENGTH_BYTES, False
         self._text = b""
 
     def send(self, data: bytes | bytearray | memoryview) -> int:
         """Send the beginning of some bytes, and return how many. Raises as socket.send()."""
         if not self._unsent:
             text = bytes(data[:_LONGEST])
-            self._unsent, self._taken = self.leaving.seal(text), len(text)
+            self._unsent = self.leaving.seal(_LENGTH.pack(len(text))) + self.leaving.seal(text)
+            self._taken = len(text)
         while self._unsent:
             self._unsent = self._unsent[self._socket.send(self._unsent) :]
         return self._taken
@@ -108,15 +105,12 @@ class RecordSocket:
             self._arrived += piece
             if len(self._arrived) < self._wanted:
                 continue
-            length, record = self._arrived[: _LENGTH.size], self._arrived[_LENGTH.size :]
-            if not record:
-                (nbytes,) = _LENGTH.unpack(length)
-                if not 0 < nbytes <= _LONGEST:
-                    raise _forged()
-                self._wanted += nbytes + layout.MAC_BYTES
-                continue
-            self._text = self.arriving.open(length, record)
-            self._arrived, self._wanted = b"", _LENGTH.size
+            text, self._arrived = self.arriving.open(self._arrived), b""
+            if self._has_length:
+                self._text, self._wanted = text, _LENGTH_BYTES
+            else:
+                self._wanted = _LENGTH.unpack(text)[0] + layout.MAC_BYTES
+            self._has_length = not self._has_length
         given, self._text = self._text[:most], self._text[most:]
         return given
 

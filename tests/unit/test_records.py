@@ -30,7 +30,8 @@ def pair() -> tuple[RecordSocket, socket.socket, socket.socket, RecordSocket]:
     return mine, near, far, theirs
 
 
-RECORD_BYTES = 4 + len(TEXT) + 16
+LENGTH_BYTES = 4 + 16
+RECORD_BYTES = LENGTH_BYTES + len(TEXT) + 16
 
 
 def changed(at: int) -> Callable[[list[bytes]], list[bytes]]:
@@ -39,7 +40,8 @@ def changed(at: int) -> Callable[[list[bytes]], list[bytes]]:
 
 FORGERIES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "a bit of the length": changed(3),
-    "a bit of the text": changed(10),
+    "a bit of the tag of the length": changed(LENGTH_BYTES - 1),
+    "a bit of the text": changed(LENGTH_BYTES + 6),
     "a bit of the tag": changed(RECORD_BYTES - 1),
     "repeated": lambda records: [records[0], records[0]],
     "in another order": lambda records: [records[1], records[0]],
@@ -103,7 +105,7 @@ def test_a_new_key_replaces_a_key_at_the_same_record_at_both_ends() -> None:
     one, other = encrypted(*socket.socketpair())
     directions = (one.leaving, other.arriving)
     for seal in directions:
-        seal.words[layout.RECORDS] = layout.RECORDS_OF_A_KEY - 1
+        seal.words[layout.RECORDS] = layout.RECORDS_OF_A_KEY - 2
     keys = []
     for _ in range(3):
         one.sendall(TEXT)
