@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench.hosts import Cluster, HostsError, check_machine, plan_ranks
-from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives import Communicator
 from gradwire.collectives.control.key import Key
-from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide_rows
+from tests.harness import EXCHANGE_TIMEOUT_S, wide_rows
 from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.exact import contribution, reduced
+from tests.ranks.training import on_ranks
 
 DEADLINE_S = 60.0
 WINDOW_BYTES = 16
@@ -29,7 +30,7 @@ ARGUMENT = "--an-argument-of-the-command-that-nobody-else-is-to-read"
 
 #: Broadcasts and sums known numbers, between hosts and by each of their verbs, and sends them as control records.
 PROGRAM = f"""
-import json, secrets, sys
+import json, os, secrets, sys
 texts = [{NAME!r}, {TOKEN!r}]
 secrets.token_hex = lambda nbytes: texts.pop(0) if texts else nbytes * "5"
 import torch
@@ -43,11 +44,22 @@ for algorithm in ("recursive_doubling", "ring"):
     landed = numbers.clone() if hvd.rank() == 0 else torch.zeros_like(numbers)
     communicator.allreduce(landed, algorithm=algorithm)
     assert torch.equal(landed, numbers)
+coded = torch.full((1000,), 1.0 + hvd.rank())
+communicator.allreduce(coded, compression="int8")
+assert coded.tolist() == 1000 * [hvd.size() * (hvd.size() + 1) / 2]
 communicator.post("a topic", numbers[:64].tolist())
 communicator.allgather_record("a record that nobody else is to read")
 if hvd.rank() == 0:
     print("; ".join(communicator.routes))
 communicator.close()
+if "GRADWIRE_KEY_FILE" in os.environ:
+    for link, algorithm in (("auto", "native"), ("process_group", "auto")):
+        try:
+            with Communicator(link=link, timeout_s=30) as refused:
+                refused.allreduce(torch.ones(1), algorithm=algorithm)
+            raise SystemExit("gloo was used")
+        except (ValueError, hvd.CollectiveError):
+            pass
 hvd.shutdown()
 """
 KNOWN = {
@@ -128,60 +140,38 @@ def made(link: str | None = None) -> Communicator:
     return Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link=link)
 
 
-def assert_sums(communicator: Communicator) -> None:
-    """Raw and coded numbers of several lengths."""
-    rank, size = communicator.rank, communicator.size
-    for numel in (0, 1, 1000, 1 << 20):
-        mine = contribution(rank, size, numel, torch.float32)
-        communicator.allreduce(mine)
-        assert torch.equal(mine, reduced(size, numel, torch.float32))
-        coded = torch.full((numel,), float(rank))
-        communicator.allreduce(coded, compression="int8")
-        assert torch.equal(coded, torch.full((numel,), float(sum(range(size)))))
-
-
-def with_a_key(path: str) -> None:
-    os.environ["GRADWIRE_KEY_FILE"] = path
-    with made("tcp") as communicator:
-        assert any("encrypted TCP" in route for route in communicator.routes)
-        assert_sums(communicator)
-    with pytest.raises(CollectiveError, match="gloo does not encrypt"):
-        made("process_group")
-    with made() as communicator:  # in shared memory
-        assert_sums(communicator)
-        with pytest.raises(ValueError, match="no algorithm 'native'"):
-            communicator.allreduce(torch.ones(1), algorithm="native")
-
-
-def with_checksums() -> None:
+@on_ranks(3, initialized=False)
+def test_checksums() -> None:
+    """All ranks have them, or all raise."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLLECTIVES_CHECKSUM", "1")
+        with made("tcp") as communicator:
+            assert any("TCP with checksums" in route for route in communicator.routes)
+            for numel in (0, 1, 1000, 1 << 18):
+                mine = contribution(rank, size, numel, torch.float32)
+                communicator.allreduce(mine)
+                assert torch.equal(mine, reduced(size, numel, torch.float32))
+        if rank == 0:
+            patch.delenv("COLLECTIVES_CHECKSUM")
+        with pytest.raises(ValueError, match="COLLECTIVES_CHECKSUM=1 on ranks 1, 2"):
+            made("tcp")
+        patch.setenv("COLLECTIVES_CHECKSUM", "crc")
+        with pytest.raises(ValueError, match="must be 0 or 1"):
+            made()
     with made("tcp") as communicator:
         assert not any("checksums" in route for route in communicator.routes)
-    os.environ["COLLECTIVES_CHECKSUM"] = "1"
-    with made("tcp") as communicator:
-        assert any("TCP with checksums" in route for route in communicator.routes)
-        assert_sums(communicator)
-    if dist.get_rank() == 0:
-        del os.environ["COLLECTIVES_CHECKSUM"]
-    with pytest.raises(ValueError, match="COLLECTIVES_CHECKSUM=1 on ranks 1, 2"):
-        made("tcp")
-    os.environ["COLLECTIVES_CHECKSUM"] = "crc"
-    with pytest.raises(ValueError, match="must be 0 or 1"):
-        made()
-    del os.environ["COLLECTIVES_CHECKSUM"]
 
 
-def with_a_key_too_late(path: str) -> None:
+@on_ranks(3, initialized=False)
+def test_a_key_must_be_there_from_the_start(tmp_path: Path) -> None:
+    """Ranks that have met without it do not take plaintext for encrypted."""
     made().close()
-    os.environ["GRADWIRE_KEY_FILE"] = path
-    with pytest.raises(ValueError, match="have met without the key"):
-        made()
-
-
-def test_communicators_of_ranks(ranks: Worlds, tmp_path: Path) -> None:
-    path = tmp_path / "key"
+    path = tmp_path / f"key of rank {dist.get_rank()}"
     Key.made().write(path)
-    for calls in ([(with_a_key, str(path))], [(with_checksums,), (with_a_key_too_late, str(path))]):
-        world = ranks.fresh(3)
-        for function, *arguments in calls:
-            world.run(function, *arguments)
-        world.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADWIRE_KEY_FILE", str(path))
+        with pytest.raises(ValueError, match="have met without the key"):
+            made()
+    with made() as communicator:
+        communicator.barrier()
