@@ -339,6 +339,17 @@ def _size(nbytes: int) -> str:
     return f"{text[:-1]} {text[-1]}B"
 
 
+def gpu(name: str) -> str:
+    """Return the command of a run on a GPU, and its tables, each below a line that says what it shows."""
+    tables = (
+        ("Training steps", gpu_steps),
+        ("Goals", gpu_goals),
+        ("The host's time in the call of an asynchronous allreduce, as the median of 50 calls", gpu_calls),
+        ("Codecs and copies on other streams than that of backward, and the share beside which it ran", gpu_overlap),
+    )
+    return command(name) + "".join(f"\n{title}:\n{view(name)}" for title, view in tables)
+
+
 def command(name: str) -> str:
     """Return the command of a run, and what it ran on."""
     run = figures(name)
@@ -420,10 +431,7 @@ VIEWS: dict[str, Callable[..., str]] = {
     "across": across,
     "compressed": compressed,
     "codecs": codecs,
-    "gpu_steps": gpu_steps,
-    "gpu_calls": gpu_calls,
-    "gpu_overlap": gpu_overlap,
-    "gpu_goals": gpu_goals,
+    "gpu": gpu,
     "losses": losses,
     "convex": convex,
     "ratio": ratio,

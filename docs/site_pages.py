@@ -30,5 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links to README.md lead to the first page."""
-    return re.sub(r"\]\(\.\./((?:\.\./)*)README\.md", r"](\1index.md", markdown)
+    """Let links to what lies outside of docs/ lead to its pages."""
+    for source, page in _PAGES.items():
+        markdown = re.sub(rf"\]\(\.\./((?:\.\./)*){re.escape(source)}", rf"](\1{page}", markdown)
+    return markdown

@@ -267,7 +267,7 @@ def test_the_benchmark_of_gpus_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     views = import_module("figure_views")
     monkeypatch.setattr(views, "FOLDER", tmp_path)
-    shown = {name: views.VIEWS[name]("out") for name in ("gpu_steps", "gpu_calls", "gpu_overlap", "gpu_goals")}
+    shown = {name: getattr(views, name)("out") for name in ("gpu_steps", "gpu_calls", "gpu_overlap", "gpu_goals")}
     for lines in (text.strip().splitlines() for text in shown.values()):
         assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert "`gradwire+onebit`" in shown["gpu_steps"]

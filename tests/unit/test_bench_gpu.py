@@ -122,7 +122,7 @@ def test_a_step_without_time_beyond_computing_is_not_measured(
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     views = import_module("figure_views")
     monkeypatch.setattr(views, "FOLDER", tmp_path)
-    assert views.VIEWS["gpu_goals"]("out").count("not measured") == 2
+    assert views.gpu_goals("out").count("not measured") == 2
 
 
 def test_the_cpu_has_no_goals_and_no_nccl(capsys: pytest.CaptureFixture[str]) -> None:
