@@ -29,6 +29,9 @@ TORCHCOMMS = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 #: "True" where torchrun's agent keeps torch.distributed's store, and not rank 0: torchrun sets it.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
+#: The name of this run of the job: torchrun and `gradwire run` set it.
+RUN_ID = "TORCHELASTIC_RUN_ID"
+
 #: How 'auto' selects: 0, the default, by the table made by hand; 1 by a measurement when a Communicator over several hosts is
 #: made; anything else is the name of a file from `gradwire tune --out`.
 TUNING = "COLLECTIVES_TUNING"

@@ -26,7 +26,7 @@ from gradwire.collectives.control.membership import (
 )
 from gradwire.collectives.control.own_address import card_of
 from gradwire.collectives.control.rendezvous import rendezvous, withdraw_from
-from gradwire.collectives.environment import KEY_FILE
+from gradwire.collectives.environment import KEY_FILE, RUN_ID
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.schedules.topology import machine_id
 from gradwire.collectives.torch_internals import default_store, is_of_parent, server_of, store_of_one
@@ -96,7 +96,7 @@ class Attempt:
         self._rank, self._global_ranks = rank, global_ranks
         self._keepers = keepers_among(global_ranks)
         self._meetings, self._key = meetings, key
-        self._numbered: Store | None = None
+        self._numbered: tuple[Store, str] | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, key: Key | None = None) -> Attempt:
@@ -132,9 +132,9 @@ class Attempt:
         with coming_together(self._rank, timeout_s):
             try:
                 key = self._key or key_from(os.environ)
-                store = self._count(deadline)
+                store, place = self._count(deadline)
                 card = card_of(self._rank, host, machine_id(), os.environ, deadline, server_of(self._store))
-                monitor = rendezvous(store, size, card, deadline, keepers=self._keepers, key=key)
+                monitor = rendezvous(store, size, card, deadline, keepers=self._keepers, key=key, place=place)
             except LinkError:  # the other ranks know, or find the same
                 raise
             except Exception as error:
@@ -156,7 +156,8 @@ class Attempt:
         deadline = time.monotonic() + _WITHDRAW_S
         with suppress(LinkError, RuntimeError, ValueError):  # ValueError: no process can read what this one would leave
             key = self._key or key_from(os.environ)
-            withdraw_from(self._count(deadline), error, self._rank, self._keepers, deadline, key)
+            store, place = self._count(deadline)
+            withdraw_from(store, error, self._rank, self._keepers, deadline, key, place)
 
     def _met(self) -> Membership | None:
         """Return the Membership of these ranks if they have met."""
@@ -165,12 +166,14 @@ class Attempt:
             return met
         return met.subset([met.global_ranks.index(rank) for rank in self._global_ranks], self._name)
 
-    def _count(self, deadline: float) -> Store:
-        """Count the attempt, and return the part of the store that only this attempt uses. Raises as Asking.ask."""
+    def _count(self, deadline: float) -> tuple[Store, str]:
+        """Count the attempt, and return the part of the store that only this attempt uses, and its place for Texts. Raises as
+        Asking.ask."""
         if self._numbered is None:
             with closing(Asking(self._store, keepers=self._keepers)) as asking:
                 number = asking.ask(lambda: self._store.add(f"{self._name}/{self._rank}", 1), deadline)
-            self._numbered = PrefixStore(f"{self._name}/{number}", self._store)
+            name = f"{self._name}/{number}"
+            self._numbered = PrefixStore(name, self._store), f"{os.environ.get(RUN_ID, '')}/{name}"
         return self._numbered
 
 

@@ -51,6 +51,7 @@ def rendezvous(
     lost: Callable[[], Collection[int]] | None = None,
     number: int = 1,
     key: Key | None = None,
+    place: str = "",
 ) -> Monitor:
     """Return this rank's Monitor once all ranks have arrived, and are connected. A collective call.
 
@@ -62,7 +63,7 @@ def rendezvous(
     restart all ranks, so the store may hold the address of a Coordinator that has ended, at which another program may listen by
     now. This rank then waits for a new one. lost: returns, without waiting, the ranks whose end a launcher has noted,
     including ranks that never arrived. number: how often this rank has tried to arrive in the store. key: of the job; with one,
-    all connections are encrypted, and so is what the ranks leave in the store.
+    all connections are encrypted, and so is what the ranks leave in the store. place: that of Texts.
 
     Raises TurnedAway if the Coordinator rejects this process, and at the deadline if no new one has replaced an earlier one;
     LinkError if a rank has ended or cannot connect, and at the deadline, with the ranks that did not arrive; OSError if
@@ -71,7 +72,7 @@ def rendezvous(
     with closing(Asking(store, keepers=keepers)) as asking:
         card = card | {"size": size, "port": 0}
         admission, left = admission or Admission(), set() if left is None else left
-        texts = Texts(store, key)
+        texts = Texts(store, key, place)
         arrival = _Arrival(
             texts, key, asking, card, deadline, coordinator_rank, admission, left, by_agent, lost, number
         )
@@ -309,9 +310,16 @@ class _Arrival:
 
 
 def withdraw_from(
-    store: Store, error: Exception, rank: int, keepers: Collection[int], deadline: float, key: Key | None = None
+    store: Store,
+    error: Exception,
+    rank: int,
+    keepers: Collection[int],
+    deadline: float,
+    key: Key | None = None,
+    place: str = "",
 ) -> None:
     """Report to the other ranks of an attempt to arrive that a rank has failed, and why. store: used by this attempt only.
-    keepers, key: as in rendezvous(). If the store does not answer by the deadline, the other ranks wait until their deadline."""
+    keepers, key, place: as in rendezvous(). If the store does not answer by the deadline, the other ranks wait until theirs."""
     with closing(Asking(store, keepers=keepers)) as asking, suppress(LinkError):
-        Notes(Texts(store, key), partial(asking.ask, deadline=deadline)).leave(Failure.of(error, rank), None)
+        notes = Notes(Texts(store, key, place), partial(asking.ask, deadline=deadline))
+        notes.leave(Failure.of(error, rank), None)

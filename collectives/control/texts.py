@@ -21,15 +21,18 @@ class StrangeText(LinkError):
 
 
 class Texts:
-    """Reads and writes texts by name: with a key encrypted, so that only processes with the same key can."""
+    """Reads and writes texts by name: with a key encrypted, so that only processes with the same key can, and only at the same
+    place."""
 
-    def __init__(self, store: Store, key: Key | None) -> None:
-        self._store, self._key = store, key
+    def __init__(self, store: Store, key: Key | None, place: str = "") -> None:
+        """place: what distinguishes the names of this object from equal names of other jobs, runs and meetings with the key: a
+        text is not valid at another place. The same on all processes that share the texts."""
+        self._store, self._key, self._place = store, key, place
 
     def read(self, name: str) -> str | None:
-        """Return the text of a name; None if there is none. Raises StrangeText for one that was written without the key, and the
-        errors of the store."""
-        return self._opened(name, self._store.get(name).decode()) if self._store.check([name]) else None
+        """Return the text of a name; None if there is none. Raises StrangeText for one that was written without the key or for
+        another place, and the errors of the store."""
+        return self._opened(name, self._store.get(name)) if self._store.check([name]) else None
 
     def write(self, name: str, text: str) -> None:
         """Write a text, in place of an earlier one. Raises the errors of the store."""
@@ -37,16 +40,21 @@ class Texts:
 
     def write_first(self, name: str, text: str) -> str:
         """Write a text unless there is one, and return that of the store. Raises as read()."""
-        return self._opened(name, self._store.compare_set(name, "", self._sealed(name, text)).decode())
+        return self._opened(name, self._store.compare_set(name, "", self._sealed(name, text)))
 
     def _sealed(self, name: str, text: str) -> str:
-        return text if self._key is None else self._key.seal(name, text)
+        return text if self._key is None else self._key.seal(f"{self._place}/{name}", text)
 
-    def _opened(self, name: str, found: str) -> str:
+    def _opened(self, name: str, written: bytes) -> str:
+        try:
+            found = written.decode()
+        except UnicodeDecodeError as error:
+            raise StrangeText("another program") from error
         if self._key is None:
             if is_sealed(found):
                 raise StrangeText("a process with a key, and this process has none")
             return found
-        if (text := self._key.open(name, found)) is None:
-            raise StrangeText("a process with another key" if is_sealed(found) else "a process without a key")
+        if (text := self._key.open(f"{self._place}/{name}", found)) is None:
+            sealed = "a process with another key, or of another job, run or meeting"
+            raise StrangeText(sealed if is_sealed(found) else "a process without a key")
         return text

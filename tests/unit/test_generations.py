@@ -76,7 +76,7 @@ def test_with_a_key_nobody_else_reads_or_begins_generations() -> None:
     generations.want_update(1)
     assert Generations(store, key).current() == Generation(1, (5, 8), (0, 1))
     assert Generations(store, key).is_update_wanted(1)
-    for reads in (stranger, Generations(store, Key.made())):
+    for reads in (stranger, Generations(store, Key.made()), Generations(store, key, "another run")):
         with pytest.raises(RuntimeError, match="GRADWIRE_KEY_FILE"):
             reads.current()
     stranger.lose(1, (5,))

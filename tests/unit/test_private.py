@@ -23,6 +23,7 @@ from gradwire.collectives.control.ports import listen_in
 from gradwire.collectives.control.private import PRIVATE_MAGIC, PURPOSE_BYTES
 from gradwire.collectives.control.records import Connection
 from gradwire.collectives.control.rendezvous import rendezvous
+from gradwire.collectives.control.texts import StrangeText, Texts
 from gradwire.collectives.errors import ForgedMessage, LinkError
 from tests.harness import wait_until
 from tests.soak.strangers import greeting
@@ -272,14 +273,18 @@ def test_news_that_are_changed_on_the_way_end_the_job_and_name_both_ranks(size: 
     relay.__exit__()
 
 
-@pytest.mark.parametrize("key", [None, Key.made()], ids=["no key", "another key"])
-def test_ranks_with_different_keys_do_not_meet(key: Key | None) -> None:
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [(None, ""), (Key.made(), ""), (KEY, "another job")],
+    ids=["no key", "another key", "of another job"],
+)
+def test_ranks_with_different_keys_or_of_different_jobs_do_not_meet(key: Key | None, place: str) -> None:
     """The rank that comes last says why at once, and the first one waits until its deadline."""
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(rendezvous, store, 2, card_of(0), time.monotonic() + 0.5, coordinator_rank=0, key=KEY)
         with pytest.raises(LinkError) as caught:
-            rendezvous(store, 2, card_of(1), time.monotonic() + DEADLINE_S, coordinator_rank=0, key=key)
+            rendezvous(store, 2, card_of(1), time.monotonic() + DEADLINE_S, coordinator_rank=0, key=key, place=place)
         assert not caught.value.timed_out
         assert "GRADWIRE_KEY_FILE" in str(caught.value)
         with pytest.raises(LinkError) as late:
@@ -295,8 +300,7 @@ def test_who_reads_and_writes_the_store_learns_nothing_and_the_job_goes_on() -> 
         )
         wait_until(lambda: store.check(["hub"]))
         note = store.get("hub").decode()
-        assert KEY.open("hub", note) is not None
-        place = CoordinatorPlace.from_text(KEY.open("hub", note) or "")
+        place = CoordinatorPlace.from_text(Texts(store, KEY).read("hub") or "")
         for secret in (place.token, place.address, str(place.port), place.key, "gradwire 0"):
             assert secret not in note
         with socket.create_connection((place.address, place.port)) as stranger:
@@ -336,6 +340,26 @@ def test_a_sealed_text_is_of_one_key_and_one_name() -> None:
         (KEY, "name", "gradwire-sealed 00"),
     ):
         assert key.open(name, text) is None
+
+
+def test_a_text_in_the_store_is_of_one_place_and_one_name() -> None:
+    store = HashStore()
+    texts, elsewhere = Texts(store, KEY, "run 1/meeting 2"), Texts(store, KEY, "run 2/meeting 2")
+    texts.write("hub", "text")
+    store.set("end", store.get("hub").decode())
+    assert texts.read("hub") == texts.write_first("hub", "another") == "text"
+    assert texts.read("none") is None
+    for reads, name in ((elsewhere, "hub"), (Texts(store, Key.made(), "run 1/meeting 2"), "hub"), (texts, "end")):
+        with pytest.raises(StrangeText):
+            reads.read(name)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "a key"])
+def test_bytes_that_are_no_text_are_strange(key: Key | None) -> None:
+    store = HashStore()
+    store.set("hub", b"\xff\xfe")
+    with pytest.raises(StrangeText):
+        Texts(store, key).read("hub")
 
 
 def test_a_key_file_is_private(tmp_path: Path) -> None:

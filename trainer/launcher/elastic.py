@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from gradwire.collectives.environment import AGENT_STORE
+from gradwire.collectives.environment import AGENT_STORE, RUN_ID
 from gradwire.trainer.launcher.hosts import Host, parse_hosts, place
 from gradwire.trainer.launcher.options import Elastic, Job
 from gradwire.trainer.launcher.output import say
 from gradwire.trainer.launcher.policy import JobPolicy
-from gradwire.trainer.launcher.reach import RUN_ID, address_for, ports_for, start_store
+from gradwire.trainer.launcher.reach import address_for, ports_for, start_store
 from gradwire.trainer.launcher.workers import Action, Begin, End, Say, Update
 from gradwire.trainer.world.generations import WORKER, Generations
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
@@ -36,10 +36,11 @@ class ElasticRanks(JobPolicy):
         self._job, self._environment = job, environment
         self._is_here = wanted.discovery_script is None and all(host.is_here for host in job.hosts)
         address = "127.0.0.1" if self._is_here else address_for(job.hosts, job, environment)
+        run = str(uuid.uuid4())
         store = start_store(address, job.master_port or 0, ports_for(job, environment))
-        self._generations = Generations(store, job.key)
+        self._generations = Generations(store, job.key, run)
         self._generations.limit_wait(wanted.timeout_s)
-        self._of_all = {MASTER_PORT: str(store.port), RUN_ID: str(uuid.uuid4()), AGENT_STORE: "True"}
+        self._of_all = {MASTER_PORT: str(store.port), RUN_ID: run, AGENT_STORE: "True"}
         self._discovery = None if wanted.discovery_script is None else Discovery(wanted.discovery_script)
         self.failed: tuple[int, ...] = ()
         self._addresses: dict[str, str] = {}

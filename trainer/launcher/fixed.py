@@ -7,9 +7,9 @@ import random
 import uuid
 from collections.abc import Mapping
 
-from gradwire.collectives.environment import AGENT_STORE
+from gradwire.collectives.environment import AGENT_STORE, RUN_ID
 from gradwire.trainer.launcher.options import Job
-from gradwire.trainer.launcher.reach import RUN_ID, address_for, address_of, ports_for, start_store
+from gradwire.trainer.launcher.reach import address_for, address_of, ports_for, start_store
 from gradwire.trainer.launcher.workers import Action, End, Start, Workers
 from gradwire.trainer.world.generations import Generation
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT, PORTS

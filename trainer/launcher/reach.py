@@ -31,8 +31,6 @@ _NAMES = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "VIRTUAL_E
 #: ssh ends after ten seconds without an answer from the host, which is sooner than the ranks' connections fail.
 _SSH_GIVES_UP = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=5")
 
-#: The environment variable that distinguishes the ranks of a job from those of others.
-RUN_ID = "TORCHELASTIC_RUN_ID"
 #: The timeout of an operation of the store.
 _STORE_S = 60.0
 

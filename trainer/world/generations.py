@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gradwire.collectives.control.asking import Asking, hang_up
 from gradwire.collectives.control.key import Key
 from gradwire.collectives.control.texts import Texts
-from gradwire.collectives.environment import AGENT_STORE
+from gradwire.collectives.environment import AGENT_STORE, RUN_ID
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.torch_internals import left_to_parent
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
@@ -98,12 +98,13 @@ class Departure:
 
 
 class Generations:
-    """Writes and reads the records of launcher and workers. store: the launcher's. key: of the job. Methods raise RuntimeError if
-    the store is gone, has not answered within its timeout, or holds what was written without the key."""
+    """Writes and reads the records of launcher and workers. store: the launcher's. key: of the job. run: the launcher's RUN_ID.
+    Methods raise RuntimeError if the store is gone, has not answered within its timeout, or holds what was written without the
+    key, or in another run."""
 
-    def __init__(self, store: Store, key: Key | None = None) -> None:
+    def __init__(self, store: Store, key: Key | None = None, run: str = "") -> None:
         self._store = PrefixStore(_PREFIX, store)
-        self._texts = Texts(self._store, key)
+        self._texts = Texts(self._store, key, f"{run}/{_PREFIX}")
         self._timeout_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
         self._asking = Asking(self._store)
 
@@ -230,7 +231,7 @@ def generations_of(environment: Mapping[str, str], timeout_s: float, key: Key | 
     """Return the Generations of this worker's job. Raises the errors of TCPStore if the launcher is gone."""
     host, port = environment[MASTER_ADDR], int(environment[MASTER_PORT])
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    return Generations(left_to_parent(store), key)
+    return Generations(left_to_parent(store), key, environment.get(RUN_ID, ""))
 
 
 class Worker:

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ from gradwire.collectives.control.membership import (
 from gradwire.collectives.control.own_address import card_of, interface_of
 from gradwire.collectives.control.rendezvous import rendezvous as meet_by
 from gradwire.collectives.daemon_thread import DaemonThread
-from gradwire.collectives.environment import AGENT_STORE, GLOO_INTERFACE, TORCH_BACKEND
+from gradwire.collectives.environment import AGENT_STORE, GLOO_INTERFACE, RUN_ID, TORCH_BACKEND
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.schedules.topology import host_id, machine_id
 from gradwire.collectives.torch_internals import forget_failed_groups, left_to_parent
@@ -127,6 +127,7 @@ def meet(
                 lost=lost,
                 number=number,
                 key=key,
+                place=_place_of(os.environ),
             )
     membership = membership_from(monitor, store, (), ranks).opened()
     group_store = PrefixStore("torch", membership.store)
@@ -154,6 +155,13 @@ def meet(
         destroy_group(interface)  # else the next init() would fail, or adopt a group with a rank that is lost
         membership.close()
         raise
+
+
+def _place_of(environment: Mapping[str, str]) -> str:
+    """Return the place of Texts of this meeting. Only in an elastic job do all ranks have the same RESTART_COUNT: the agents of
+    torchrun count for themselves."""
+    generation = f"generation {environment[RESTART_COUNT]}/" if WORKER in environment else ""
+    return f"{environment.get(RUN_ID, '')}/{generation}init"
 
 
 @contextmanager
