@@ -13,9 +13,12 @@ import hashlib
 import hmac
 import socket
 import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from gradwire.collectives.control.libcrypto import NEXT_KEY, Cipher, functions
+from gradwire.collectives.control.libcrypto import NEXT_KEY, Cipher, NoLibcrypto, functions
 from gradwire.collectives.kernels import layout
 
 _LENGTH = struct.Struct("!I")
@@ -29,8 +32,16 @@ class Forged(OSError):
     """What has arrived is not what the other end has sent."""
 
 
+def _error(failed: int) -> OSError:
+    """Return the error of a record. failed: see layout.FAILED."""
+    if failed == errno.EBADMSG:
+        return Forged(failed, "a record does not verify: it was changed, repeated or left out on the way")
+    return OSError(failed, "a call of OpenSSL's libcrypto failed in this process")
+
+
 class Seal:
-    """One direction of a connection with records. words: the state that kernels share, see layout.CIPHER; address: its place."""
+    """One direction of a connection with records. words: the state that kernels share, see layout.CIPHER; address: its place.
+    After a record that fails, there is no other: all methods raise its error again."""
 
     def __init__(self, key: bytes | None, *, encrypts: bool) -> None:
         """key: None for records that have a checksum, and are not encrypted. encrypts: for the records that leave; False for
@@ -44,16 +55,31 @@ class Seal:
             ctypes.memmove(self.address + 8 * layout.KEY, key, layout.KEY_BYTES)
 
     def seal(self, text: bytes) -> bytes:
-        """Return the next record."""
-        self._begin()
-        return self._cipher.encrypt(text)
+        """Return the next record. Raises OSError (ENOTRECOVERABLE) if libcrypto fails."""
+        return self._next(self._cipher.encrypt, text)
 
     def open(self, record: bytes) -> bytes:
-        """Return the text of the next record. Raises Forged."""
-        self._begin()
-        if (text := self._cipher.decrypt(record)) is None:
-            raise Forged(errno.EBADMSG, "a record does not verify: it was changed, repeated or left out on the way")
-        return text
+        """Return the text of the next record. Raises Forged, and OSError as seal()."""
+        return self._next(self._cipher.decrypt, record)
+
+    def check(self) -> None:
+        """Raise the error of the record that has failed, if one has."""
+        if failed := self.words[layout.FAILED]:
+            raise _error(failed)
+
+    def _next(self, crypt: Callable[[bytes], bytes | None], data: bytes) -> bytes:
+        """Encrypt or decrypt the next record."""
+        self.check()
+        self.words[layout.FAILED] = errno.ENOTRECOVERABLE  # until it is complete
+        try:
+            self._begin()
+            made = crypt(data)
+        except NoLibcrypto as error:
+            raise _error(errno.ENOTRECOVERABLE) from error
+        self.words[layout.FAILED] = errno.EBADMSG if made is None else 0
+        if made is None:
+            raise _error(errno.EBADMSG)
+        return made
 
     def _begin(self) -> None:
         """Prepare the cipher for the next record, and count it."""
@@ -79,27 +105,31 @@ class RecordSocket:
         self._unsent, self._taken = b"", 0
         self._arrived, self._wanted, self._has_length = b"", _LENGTH_BYTES, False
         self._text = b""
+        self._timeout_s: float | None = None
+
+    @property
+    def is_between_records(self) -> bool:
+        """Return whether no part of a record is in this object."""
+        return not (self._unsent or self._arrived or self._text or self._has_length)
 
     def send(self, data: bytes | bytearray | memoryview) -> int:
-        """Send the beginning of some bytes, and return how many. Raises as socket.send()."""
-        if not self._unsent:
-            text = bytes(data[:_LONGEST])
-            self._unsent = self.leaving.seal(_LENGTH.pack(len(text))) + self.leaving.seal(text)
-            self._taken = len(text)
-        while self._unsent:
-            self._unsent = self._unsent[self._socket.send(self._unsent) :]
-        return self._taken
+        """Send the beginning of some bytes, and return how many. Raises as socket.send(), and as Seal.seal(); then the connection
+        has ended."""
+        return self._send(data, self._deadline())
 
     def sendall(self, data: bytes) -> None:
-        """Send all bytes on a blocking connection. Raises as socket.sendall()."""
-        view = memoryview(data)
+        """Send all bytes on a blocking connection. Raises as send()."""
+        view, deadline = memoryview(data), self._deadline()
         while view:
-            view = view[self.send(view) :]
+            view = view[self._send(view, deadline) :]
 
     def recv(self, most: int) -> bytes:
         """Return at least one byte, or none at the end of the connection. Nothing beyond a record is read from the connection.
-        Raises as socket.recv(), and Forged."""
+        Raises as socket.recv(), and as Seal.open()."""
+        deadline = self._deadline()
         while not self._text:
+            self.arriving.check()
+            self._limit(deadline)
             if not (piece := self._socket.recv(self._wanted - len(self._arrived))):
                 return b""
             self._arrived += piece
@@ -124,9 +154,12 @@ class RecordSocket:
         self._socket.shutdown(how)
 
     def setblocking(self, flag: bool) -> None:  # as a socket's
+        self._timeout_s = None
         self._socket.setblocking(flag)
 
     def settimeout(self, seconds: float | None) -> None:
+        """Limit each call, however many records it reads or writes."""
+        self._timeout_s = seconds
         self._socket.settimeout(seconds)
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
@@ -141,11 +174,41 @@ class RecordSocket:
     def getpeername(self) -> Any:
         return self._socket.getpeername()
 
+    def _send(self, data: bytes | bytearray | memoryview, deadline: float | None) -> int:
+        if not self._unsent:
+            text = bytes(data[:_LONGEST])
+            try:
+                self._unsent = self.leaving.seal(_LENGTH.pack(len(text))) + self.leaving.seal(text)
+            except OSError:
+                with suppress(OSError):  # it has ended already
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                raise
+            self._taken = len(text)
+        while self._unsent:
+            self._limit(deadline)
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        return self._taken
+
+    def _deadline(self) -> float | None:
+        """Return when a call that begins now must end; None without a limit, and for a nonblocking connection."""
+        return time.monotonic() + self._timeout_s if self._timeout_s else None
+
+    def _limit(self, deadline: float | None) -> None:
+        """Let the next call of the socket end at the deadline. Raises TimeoutError after it."""
+        if deadline is not None:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("timed out")
+            self._socket.settimeout(left_s)
+
 
 #: A connection to another rank.
 Connection = socket.socket | RecordSocket
 
 
 def seals_of(connection: Connection) -> tuple[Seal, Seal] | None:
-    """Return the directions of a connection, that which leaves and that which arrives; None for one without records."""
-    return (connection.leaving, connection.arriving) if isinstance(connection, RecordSocket) else None
+    """Return the directions of a connection, that which leaves and that which arrives; None for one without records. Kernels
+    continue them: no part of a record may be left in the connection."""
+    if not isinstance(connection, RecordSocket):
+        return None
+    assert connection.is_between_records
+    return connection.leaving, connection.arriving

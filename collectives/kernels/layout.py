@@ -159,8 +159,9 @@ PIECE_BYTES = 56 << 10
     ZEROS,
     WRITTEN,  # an int for results of the library
     FUNCTIONS,  # address of the table below
+    FAILED,  # the errno of the first record that failed, 0 before: no record follows it
     KEY,  # KEY_BYTES
-) = range(6)
+) = range(7)
 SEAL_FIELDS = KEY + 4
 MAC_BYTES, KEY_BYTES = 16, 32
 

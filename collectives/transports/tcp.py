@@ -176,6 +176,9 @@ class TcpTransport(Table):
             error = int(context[kernels.ERROR])
             if error == errno.EBADMSG:
                 raise ForgedMessage(peer, self.rank)
+            if error == errno.ENOTRECOVERABLE:
+                here = f"a call of OpenSSL's libcrypto failed on rank {self.rank}"
+                raise LinkError(self.rank, timed_out=False, detail=here, awaited={self.rank})
             detail = os.strerror(error) if error else "the connection has ended"
             raise LinkError(peer, timed_out=False, detail=f"rank {peer}: {detail}")
         if time.monotonic() >= deadline:

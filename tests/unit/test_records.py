@@ -1,8 +1,12 @@
 """Records of RecordSockets and of transports, and what a relay cannot do with them unnoticed."""
 
+import ctypes
+import errno
 import secrets
+import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +15,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from gradwire.collectives.control.libcrypto import Cipher
+from gradwire.collectives.control.libcrypto import Cipher, functions
 from gradwire.collectives.control.records import Connection, Forged, RecordSocket
 from gradwire.collectives.errors import ForgedMessage, LinkError
 from gradwire.collectives.kernels import layout
@@ -56,8 +60,9 @@ def test_records_that_are_not_as_they_were_sent_are_not_read(forgery: str) -> No
         one.sendall(TEXT[:-1] + bytes([number]))
     records = [near.recv(RECORD_BYTES, socket.MSG_WAITALL) for _ in range(3)]
     far.sendall(b"".join(FORGERIES[forgery](records)) + bytes(64))
-    with pytest.raises(Forged):
-        read(other, 4 * RECORD_BYTES)
+    for _ in range(3):  # and nothing that follows
+        with pytest.raises(Forged):
+            read(other, 4 * RECORD_BYTES)
     for each in (one, near, far, other):
         each.close()
 
@@ -164,14 +169,83 @@ def test_messages_that_are_not_as_they_were_sent_are_not_received(forgery: str, 
         sends.post([(1, tensor)], [], 7)[0][0].wait(time.monotonic() + DEADLINE_S)
     messages = [near.recv(MESSAGE, socket.MSG_WAITALL) for _ in range(3)]
     far.sendall(b"".join(MESSAGE_FORGERIES[forgery](messages)))
-    landed = [torch.empty(NUMBERS) for _ in range(2)]
+    before = torch.full((NUMBERS,), -1.0)
+    landed = [before.clone() for _ in range(2)]
     first, second = receives.post([], [(0, each) for each in landed], 7)[1]
     with suppress(ForgedMessage):
         first.wait(time.monotonic() + DEADLINE_S)
-    with pytest.raises(ForgedMessage) as caught:
-        second.wait(time.monotonic() + DEADLINE_S)
-    assert (caught.value.peer, caught.value.awaited) == (0, {0, 1})
+    for _ in range(3):  # and nothing that follows
+        with pytest.raises(ForgedMessage) as caught:
+            second.wait(time.monotonic() + DEADLINE_S)
+        assert (caught.value.peer, caught.value.awaited) == (0, {0, 1})
+    assert landed[0].unique().tolist() in ([-1.0], [0.0])  # which is the first message, too
+    assert landed[1].unique().tolist() in ([-1.0], [0.0])
     for each in (sends, receives, near, far):
+        each.close()
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p)
+def fails() -> None:
+    """Take the place of a function of libcrypto, and fail."""
+
+
+@pytest.mark.parametrize("function", [layout.HMAC_DIGEST, layout.EVP_INIT, layout.EVP_CONTROL])
+@pytest.mark.parametrize("which", [0, 1], ids=["sends", "receives"])
+def test_a_rank_whose_libcrypto_fails_blames_itself_and_sends_nothing(function: int, which: int) -> None:
+    one, other = encrypted(*socket.socketpair())
+    table = (ctypes.c_int64 * layout.CRYPTO_FIELDS)(*functions())
+    table[function] = ctypes.cast(fails, ctypes.c_void_p).value or 0
+    for each in (one, other):
+        each.setblocking(False)
+    for seal in (one.leaving, other.arriving):
+        seal.words[layout.RECORDS] = layout.RECORDS_OF_A_KEY
+    (one.leaving, other.arriving)[which].words[layout.FUNCTIONS] = ctypes.addressof(table)
+    sends, receives = TcpTransport(0, 2, {1: one}), TcpTransport(1, 2, {0: other})
+    landed = torch.full((NUMBERS,), -1.0)
+
+    def exchange() -> None:
+        sends.post([(1, torch.ones(NUMBERS))], [], 7)[0][0].wait(time.monotonic() + DEADLINE_S)
+        receives.post([], [(0, landed)], 7)[1][0].wait(time.monotonic() + DEADLINE_S)
+
+    for _ in range(2):
+        with pytest.raises(LinkError) as caught:
+            exchange()
+        assert (type(caught.value), caught.value.peer, caught.value.timed_out) == (LinkError, which, False)
+    assert landed.unique().tolist() == [-1.0]
+    assert which == 1 or not select.select([other], [], [], 0)[0]
+    for transport in (sends, receives):
+        transport.close()
+
+
+def test_a_connection_whose_libcrypto_fails_ends() -> None:
+    one, other = encrypted(*socket.socketpair())
+    one.leaving.words[layout.FAILED] = errno.ENOTRECOVERABLE
+    for _ in range(2):
+        with pytest.raises(OSError, match="libcrypto"):
+            one.send(TEXT)
+    assert other.recv(1) == b""
+    for each in (one, other):
+        each.close()
+
+
+def test_bytes_that_trickle_in_do_not_put_off_a_deadline() -> None:
+    one, near, far, other = pair()
+    one.sendall(TEXT)
+    record = near.recv(1 << 12)
+    is_late = threading.Event()
+
+    def trickle() -> None:
+        for byte in record:
+            if not is_late.wait(0.02):
+                far.sendall(bytes([byte]))
+
+    other.settimeout(0.2)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(trickle)
+        with pytest.raises(TimeoutError):
+            other.recv(1)
+        is_late.set()
+    for each in (one, near, far, other):
         each.close()
 
 

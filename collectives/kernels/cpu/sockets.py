@@ -12,7 +12,7 @@ from gradwire.collectives.kernels import layout
 from gradwire.collectives.kernels.cpu.intrinsics import I8, I16, I32, I64, call, instruction
 
 #: Linux's, on every processor: errno.h, poll.h.
-EAGAIN, EBADMSG, EINTR, EPIPE = 11, 74, 4, 32
+EAGAIN, EBADMSG, EINTR, ENOTRECOVERABLE, EPIPE = 11, 74, 4, 131, 32
 POLLIN, POLLOUT, _POLLERR, _POLLHUP, POLLRDHUP = 0x1, 0x4, 0x8, 0x10, 0x2000
 
 #: sys/socket.h: return at once, and raise no SIGPIPE.

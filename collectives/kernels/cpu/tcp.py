@@ -20,7 +20,7 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
 )
 from gradwire.collectives.kernels.cpu.rows import add_row, is_done, row_of
 from gradwire.collectives.kernels.cpu.sealing import open_record
-from gradwire.collectives.kernels.cpu.sockets import EAGAIN, EBADMSG, EINTR, EPIPE, receive
+from gradwire.collectives.kernels.cpu.sockets import EAGAIN, EINTR, EPIPE, receive
 from gradwire.collectives.kernels.cpu.tcp_connection import fill, header_bytes, next_header, send_some
 from gradwire.collectives.kernels.cpu.tcp_context import connection_of, polls_again, sleep, spin_less, spin_more
 
@@ -68,7 +68,7 @@ def _receive_some(context, connection, peer):
                 pieces += 1
                 continue
             if header < 0:
-                return _nothing(context, peer, -EBADMSG, pieces)
+                return _nothing(context, peer, header, pieces)
             found = _begin_message(context, connection, peer, header)
             if found < 0:
                 set_field(context, layout.PEER, peer)
@@ -89,8 +89,9 @@ def _receive_some(context, connection, peer):
                 pieces += 1
                 continue
             record, target = field(connection, layout.STAGE) + begin, field(row, layout.ROW_ADDRESS) + moved
-            if not open_record(field(connection, layout.UNSEALS), record, got, target):
-                return _nothing(context, peer, -EBADMSG, pieces)
+            failed = open_record(field(connection, layout.UNSEALS), record, got, target)
+            if failed != 0:
+                return _nothing(context, peer, -failed, pieces)
             set_field(connection, layout.BEGIN, begin + got + layout.MAC_BYTES)
         elif moved < nbytes and begin < end:
             got = min(end - begin, nbytes - moved)
@@ -254,7 +255,7 @@ def _arriving(connection):
 
 @njit
 def _find_sender(context, tag, first):
-    """Return the first rank, from `first` on, whose next message has a tag; -1 for none, -2 if a record of PEER does not verify.
+    """Return the first rank, from `first` on, whose next message has a tag; -1 for none, -2 if a record of PEER fails.
     Ranks whose next header has not arrived yet are marked in WANTED."""
     size = field(context, layout.SIZE)
     wanted = field(context, layout.WANTED)
@@ -267,7 +268,7 @@ def _find_sender(context, tag, first):
         if field(connection, layout.CURRENT) < 0:
             header = _arriving(connection)
         if header < 0:
-            _nothing(context, peer, -EBADMSG, 0)
+            _nothing(context, peer, header, 0)
             return -2
         if header > 0 and load_unaligned(header) & layout.TAG_MASK == tag & layout.TAG_MASK:
             return peer

@@ -11,7 +11,7 @@ from numba import int64, njit
 from gradwire.collectives.kernels import layout
 from gradwire.collectives.kernels.cpu.intrinsics import copy, field, set_field
 from gradwire.collectives.kernels.cpu.sealing import open_record, seal_record
-from gradwire.collectives.kernels.cpu.sockets import EBADMSG, receive, send_two
+from gradwire.collectives.kernels.cpu.sockets import receive, send_two
 
 
 @njit
@@ -46,13 +46,15 @@ def _send_records(connection, row):
         seal, moved = field(connection, layout.SEALS), field(row, layout.ROW_MOVED)
         left = leaves = 0
         if moved < 0:
-            if not seal_record(seal, row + 8 * layout.ROW_TAG, layout.HEADER_BYTES, leaving):
-                return -EBADMSG
+            failed = seal_record(seal, row + 8 * layout.ROW_TAG, layout.HEADER_BYTES, leaving)
+            if failed != 0:
+                return -failed
             moved, leaves = 0, layout.HEADER_BYTES + layout.MAC_BYTES
         length = min(nbytes - moved, layout.PIECE_BYTES)
         if length > 0:
-            if not seal_record(seal, field(row, layout.ROW_ADDRESS) + moved, length, leaving + leaves):
-                return -EBADMSG
+            failed = seal_record(seal, field(row, layout.ROW_ADDRESS) + moved, length, leaving + leaves)
+            if failed != 0:
+                return -failed
             leaves += length + layout.MAC_BYTES
         set_field(connection, layout.LEAVES, leaves)
         set_field(connection, layout.LEAVING_TO, moved + length)
@@ -95,7 +97,7 @@ def header_bytes(connection):
 
 @njit
 def next_header(connection):
-    """Return the address of the header of the next message, 0 if it has not arrived, or -1 if its record does not verify."""
+    """Return the address of the header of the next message, 0 if it has not arrived, or -errno if its record fails."""
     seal, begin = field(connection, layout.UNSEALS), field(connection, layout.BEGIN)
     kept = connection + 8 * layout.HEADER_TAG
     if field(connection, layout.HAS_HEADER) != 0:
@@ -105,8 +107,9 @@ def next_header(connection):
     arrived = field(connection, layout.STAGE) + begin
     if seal == 0:
         return arrived
-    if not open_record(seal, arrived, layout.HEADER_BYTES, kept):
-        return int64(-1)
+    failed = open_record(seal, arrived, layout.HEADER_BYTES, kept)
+    if failed != 0:
+        return -failed
     set_field(connection, layout.BEGIN, begin + header_bytes(connection))
     set_field(connection, layout.HAS_HEADER, 1)
     return kept
