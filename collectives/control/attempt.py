@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.control.asking import Asking
-from gradwire.collectives.control.key import Key, key_from
+from gradwire.collectives.control.key import key_of_process
 from gradwire.collectives.control.membership import (
     Membership,
     coming_together,
@@ -88,21 +88,19 @@ class Attempt:
         rank: int,
         global_ranks: tuple[int, ...],
         meetings: Meetings | None = None,
-        key: Key | None = None,
     ) -> None:
         """store: only these ranks use names that begin with `name`. rank: this rank's place in global_ranks. meetings: in which
-        the ranks may have met. key: of the job; None for that of the environment."""
+        the ranks may have met."""
         self._store, self._name = store, name
         self._rank, self._global_ranks = rank, global_ranks
         self._keepers = keepers_among(global_ranks)
-        self._meetings, self._key = meetings, key
+        self._meetings = meetings
         self._numbered: tuple[Store, str] | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, key: Key | None = None) -> Attempt:
+    def of(cls, group: dist.ProcessGroup) -> Attempt:
         """Return an attempt of a group's ranks. The default group's store counts them, because torch.distributed uses the names
-        of destroyed sub-groups again. key: as in Attempt(). Raises ValueError for a group of the process from which this one was
-        forked."""
+        of destroyed sub-groups again. Raises ValueError for a group of the process from which this one was forked."""
         if is_of_parent(group):
             raise ValueError(
                 f"rank {group.rank()}: this process was forked from the one that made the group, and cannot use its connections: "
@@ -110,7 +108,7 @@ class Attempt:
             )
         ranks = tuple(dist.get_process_group_ranks(group))
         name = f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        return cls(default_store(), name, group.rank(), ranks, Meetings.of_default_group(), key)
+        return cls(default_store(), name, group.rank(), ranks, Meetings.of_default_group())
 
     def meet(self, device_types: tuple[str, ...], host: str, timeout_s: float) -> Membership:
         """Return the Membership of the ranks. A collective call on these ranks. The caller closes it, unless it is kept in
@@ -123,7 +121,7 @@ class Attempt:
         if size == 1:
             return Membership(0, 1, ((0,),), store_of_one(), device_types, b"", global_ranks=self._global_ranks)
         if (met := self._met()) is not None:
-            if (self._key or key_from(os.environ)) is not None and not met.is_private:
+            if key_of_process() is not None and not met.is_private:
                 raise ValueError(
                     f"rank {self._rank}: these ranks have met without the key: set {KEY_FILE} from the start"
                 )
@@ -131,7 +129,7 @@ class Attempt:
         deadline = time.monotonic() + timeout_s
         with coming_together(self._rank, timeout_s):
             try:
-                key = self._key or key_from(os.environ)
+                key = key_of_process()
                 store, place = self._count(deadline)
                 card = card_of(self._rank, host, machine_id(), os.environ, deadline, server_of(self._store))
                 monitor = rendezvous(store, size, card, deadline, keepers=self._keepers, key=key, place=place)
@@ -155,7 +153,7 @@ class Attempt:
             return
         deadline = time.monotonic() + _WITHDRAW_S
         with suppress(LinkError, RuntimeError, ValueError):  # ValueError: no process can read what this one would leave
-            key = self._key or key_from(os.environ)
+            key = key_of_process()
             store, place = self._count(deadline)
             withdraw_from(store, error, self._rank, self._keepers, deadline, key, place)
 
@@ -177,10 +175,10 @@ class Attempt:
         return self._numbered
 
 
-def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float, key: Key | None = None) -> Membership:
-    """Return the Membership of a group's ranks, as Attempt.meet(); the caller closes it. key: as in Attempt.of(). Raises
+def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:
+    """Return the Membership of a group's ranks, as Attempt.meet(); the caller closes it. Raises
     ValueError for a group with neither gloo nor NCCL."""
-    met = Attempt.of(group, key).meet(device_types_of(group), host, timeout_s).opened()
+    met = Attempt.of(group).meet(device_types_of(group), host, timeout_s).opened()
     if met.monitor is not None:
         met.monitor.hold()
     return met

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import stat
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from gradwire.collectives.kernels.layout import KEY_BYTES, MAC_BYTES
 
 _NONCE, _SALT_BYTES = bytes(12), 32
 _FILE_MODE = 0o600
+#: The content of a key file.
+_CONTENT = re.compile(rf"([0-9a-fA-F]{{{2 * KEY_BYTES}}})(?:\r?\n)?")
 _SEALED = "gradwire-sealed "
 
 
@@ -41,25 +44,26 @@ class Key:
         """Return the key in a file. Raises ValueError, without any of its content, for a file that cannot be read, that other
         users can read or write, or that has no key."""
         try:
-            with open(path, encoding="ascii", errors="replace") as file:
+            descriptor = os.open(
+                path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            )  # which does not wait for the writer of a FIFO
+            with open(descriptor, encoding="ascii", errors="replace", newline="") as file:
                 found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode):
+                    raise ValueError(f"the key file {path} must be a regular file")
                 if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid not in (os.geteuid(), 0):
                     mode = f"its mode is {stat.S_IMODE(found.st_mode):04o} and its owner {found.st_uid}"
                     raise ValueError(
                         f"the key file {path} must be private to its owner, this user: {mode}; chmod 600 it"
                     )
-                text = file.read(2 * KEY_BYTES + 2).strip()
+                text = file.read(2 * KEY_BYTES + 3)  # one more than are allowed
         except OSError as error:
             raise ValueError(f"cannot read the key file {path}: {error.strerror}") from error
-        try:
-            secret = bytes.fromhex(text)
-        except ValueError:
-            secret = b""
-        if len(secret) != KEY_BYTES:
+        if (digits := _CONTENT.fullmatch(text)) is None:
             raise ValueError(
                 f"the key file {path} must hold {2 * KEY_BYTES} hexadecimal digits and nothing else: `gradwire keygen` makes one"
             )
-        return cls(secret)
+        return cls(bytes.fromhex(digits[1]))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the key to a new file that only its owner can read. Raises OSError, also if the file exists."""
@@ -104,6 +108,33 @@ class Key:
 def is_sealed(text: str) -> bool:
     """Return whether a text is one that Key.seal() makes."""
     return text.startswith(_SEALED)
+
+
+class _Process:
+    """Holds the key of this process, since torch's process groups have no place for it."""
+
+    key: Key | None = None
+
+
+_process = _Process()
+
+
+def use_key(key: Key) -> None:
+    """Make a key that of this process, before it meets other ranks, until the process ends. Raises ValueError if it has another
+    key."""
+    if _process.key not in (None, key):
+        raise ValueError(
+            "this process already uses another key: a process has one key from its first meeting to its end"
+        )
+    _process.key = key
+
+
+def key_of_process() -> Key | None:
+    """Return the key of this process: that of use_key(), else that of GRADWIRE_KEY_FILE, which is kept once it
+    has been read. Every meeting of this process uses it. None without one. Raises as Key.read()."""
+    if _process.key is None:
+        _process.key = key_from(os.environ)
+    return _process.key
 
 
 def key_from(environment: Mapping[str, str]) -> Key | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gradwire as hvd
 from gradwire.bench.hosts import Cluster, HostsError, check_machine, plan_ranks
 from gradwire.collectives import Communicator
 from gradwire.collectives.control.key import Key
-from tests.harness import EXCHANGE_TIMEOUT_S, wide_rows
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide_rows
 from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.exact import contribution, reduced
@@ -163,15 +164,40 @@ def test_checksums() -> None:
         assert not any("checksums" in route for route in communicator.routes)
 
 
-@on_ranks(3, initialized=False)
-def test_a_key_must_be_there_from_the_start(tmp_path: Path) -> None:
+def with_a_key_too_late(path: str, _: str) -> None:
     """Ranks that have met without it do not take plaintext for encrypted."""
     made().close()
-    path = tmp_path / f"key of rank {dist.get_rank()}"
-    Key.made().write(path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRADWIRE_KEY_FILE", str(path))
-        with pytest.raises(ValueError, match="have met without the key"):
-            made()
-    with made() as communicator:
-        communicator.barrier()
+    hvd.init(timeout_s=EXCHANGE_TIMEOUT_S)
+    with pytest.raises(ValueError, match="joined without this key"):
+        hvd.init(key_file=path)
+    hvd.shutdown()
+    os.environ["GRADWIRE_KEY_FILE"] = path
+    with pytest.raises(ValueError, match="have met without the key"):
+        made()
+
+
+def with_a_key_of_init(path: str, another: str) -> None:
+    """It is that of the process, also for what is made without init(), and after shutdown()."""
+    hvd.init(key_file=path, timeout_s=EXCHANGE_TIMEOUT_S)
+    hvd.init(key_file=path)
+    assert_encrypted()
+    hvd.shutdown()
+    assert_encrypted()
+    with pytest.raises(ValueError, match="another key"):
+        hvd.init(key_file=another)
+
+
+def assert_encrypted() -> None:
+    for group in (None, dist.new_group(backend="gradwire")):
+        with Communicator(group, timeout_s=EXCHANGE_TIMEOUT_S, link="tcp") as communicator:
+            assert any("encrypted TCP" in route for route in communicator.routes)
+
+
+@pytest.mark.parametrize("function", [with_a_key_too_late, with_a_key_of_init])
+def test_a_process_has_one_key(ranks: Worlds, tmp_path: Path, function: Callable[[str, str], None]) -> None:
+    paths = [tmp_path / "key", tmp_path / "another"]
+    for path in paths:
+        Key.made().write(path)
+    world = ranks.fresh(2)
+    world.run(function, *map(str, paths))
+    world.close()

@@ -1,6 +1,7 @@
 """Connections with a key, and who cannot make, read or change one. The relays and strangers of these tests have no key."""
 
 import ctypes
+import os
 import secrets
 import socket
 import time
@@ -375,7 +376,9 @@ def test_a_key_file_is_private(tmp_path: Path) -> None:
             Key.read(path)
 
 
-@pytest.mark.parametrize("content", ["", "57", "57" * 31, "57" * 33, "zz" * 32, "57" * 32 + "\nmore"])
+@pytest.mark.parametrize(
+    "content", ["", "57", "57" * 31, "57" * 33, "zz" * 32, "57 " * 32, "57" * 32 + "\nmore", "57" * 32 + "\n \n#"]
+)
 def test_an_unusable_key_file_is_refused_without_its_content(tmp_path: Path, content: str) -> None:
     path = tmp_path / "key"
     path.write_text(content)
@@ -385,6 +388,12 @@ def test_an_unusable_key_file_is_refused_without_its_content(tmp_path: Path, con
     assert "5757" not in str(caught.value)
     with pytest.raises(ValueError, match="cannot read"):
         Key.read(tmp_path / "none")
+
+
+def test_a_key_file_for_which_a_read_would_wait_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "key", 0o600)
+    with pytest.raises(ValueError, match="regular file"):
+        Key.read(tmp_path / "key")
 
 
 def test_a_key_without_libcrypto_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

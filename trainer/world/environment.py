@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
-
-from gradwire.collectives.control.key import Key, key_from
 
 PREFIX = "HOROVOD_"
 
@@ -66,14 +63,12 @@ class Settings:
     marks_cycles: bool = False
     interface: str | None = None
     timeout_s: float = 300.0
-    key: Key | None = None
 
     def replaced(
         self,
         timeout_s: float | None,
         stall_warning_s: float | None,
         stall_shutdown_s: float | None,
-        key_file: str | os.PathLike[str] | None,
     ) -> Settings:
         """Return these settings with each argument that is not None in place of the old value; 0 seconds disable a stall
         limit. Raises ValueError for invalid arguments."""
@@ -87,7 +82,6 @@ class Settings:
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
             stall_warning_s=self.stall_warning_s if stall_warning_s is None else stall_warning_s or None,
             stall_shutdown_s=self.stall_shutdown_s if stall_shutdown_s is None else stall_shutdown_s or None,
-            key=self.key if key_file is None else Key.read(key_file),
         )
 
 
@@ -116,7 +110,6 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         timeline=environment.get("HOROVOD_TIMELINE") or None,
         marks_cycles=value("HOROVOD_TIMELINE_MARK_CYCLES", _flag, "0 or 1", False),
         interface=environment.get("HOROVOD_GLOO_IFACE") or None,
-        key=key_from(environment),
     )
 
 

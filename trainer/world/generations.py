@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.control.asking import Asking, hang_up
-from gradwire.collectives.control.key import Key
+from gradwire.collectives.control.key import Key, key_of_process
 from gradwire.collectives.control.texts import Texts
 from gradwire.collectives.environment import AGENT_STORE, RUN_ID
 from gradwire.collectives.errors import LinkError
@@ -243,13 +243,13 @@ class Worker:
     take_place() again.
     """
 
-    def __init__(self, environment: MutableMapping[str, str], timeout_s: float, key: Key | None = None) -> None:
-        """environment: that of the process, which take_place() changes. key: of the job. Raises as generations_of."""
+    def __init__(self, environment: MutableMapping[str, str], timeout_s: float) -> None:
+        """environment: that of the process, which take_place() changes. Raises as generations_of, and as key_of_process."""
         self.number = int(environment[WORKER])
         self.generation: Generation | None = None
         self.is_late = False
         self._environment = environment
-        self._generations: Generations = generations_of(environment, timeout_s, key)
+        self._generations: Generations = generations_of(environment, timeout_s, key_of_process())
         self.losses: Losses | None = None
         self._comes_first = True
 

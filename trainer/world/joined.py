@@ -89,7 +89,7 @@ class World:
         if self.meeting is None:
             group = dist.group.WORLD
             assert group is not None
-            launched = membership_of(group, host_id(), self.settings.timeout_s, self.settings.key)
+            launched = membership_of(group, host_id(), self.settings.timeout_s)
         else:
             launched = self.meeting.membership
         self._launched = launched

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from gradwire.collectives.control.asking import connections, shut, unblock
 from gradwire.collectives.control.attempt import Meetings
-from gradwire.collectives.control.key import Key, key_from
+from gradwire.collectives.control.key import key_of_process
 from gradwire.collectives.control.membership import (
     Membership,
     coming_together,
@@ -76,7 +76,6 @@ def meet(
     backend: str,
     left: set[str] | None = None,
     lost: Callable[[], Collection[int]] | None = None,
-    key: Key | None = None,
 ) -> Meeting:
     """Find the other ranks, and initialize torch.distributed with them. Collective over all processes that were launched.
 
@@ -84,14 +83,14 @@ def meet(
     may outlive a world: torchrun's agent keeps one store for all worlds, and rank 0's store exists as long as its process
     refers to it. So rank 0 opens a new meeting each time, and the others ignore meetings in `left`. lost: returns, without
     waiting, the ranks that the launcher of an elastic job counts as lost, so that neither this meeting nor a later operation
-    waits for them. key: of the job; None for that of the environment.
+    waits for them.
 
     Raises ValueError if the environment does not say how to find rank 0. Raises CollectiveError, at most four seconds after
     timeout_s, that says what was found at the meeting point: PeerLost if a rank has ended, CollectiveTimeout with the ranks
     that did not arrive. In a process of another job, the error says to which job the process has connected.
     """
     address, port = meeting_point(os.environ, launch)
-    key = key or key_from(os.environ)
+    key = key_of_process()
     place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     deadline, ranks = time.monotonic() + timeout_s, tuple(range(launch.size))
     arrival_s = min(timeout_s, _GENERATION_S) if WORKER in os.environ else timeout_s

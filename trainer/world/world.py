@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
-from gradwire.collectives.control.key import Key
+from gradwire.collectives.control.key import Key, key_of_process, use_key
 from gradwire.collectives.errors import add_rank
 from gradwire.collectives.torch_internals import HashStore
 from gradwire.trainer.world.environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
@@ -79,7 +79,8 @@ def init(
     stall_shutdown_s: the seconds after which such a rank raises CollectiveTimeout, if they are fewer than timeout_s; 0, the
     default: only after timeout_s.
     key_file: the file with the key of the job, from `gradwire keygen`, the same for all processes: with it, gradwire encrypts its
-    connections. By default that of the environment variable GRADWIRE_KEY_FILE.
+    connections, also those of Communicators and process groups that are made elsewhere, and after shutdown(): a process keeps its
+    key. By default that of the environment variable GRADWIRE_KEY_FILE.
 
     In an elastic job (gradwire run --min-np), the launcher decides which processes are the ranks, and init() waits for its
     decision. A process that starts after training has begun is alone until it calls a function that hvd.elastic.run decorates.
@@ -99,8 +100,15 @@ def init(
                 f"rank {_holder.world.rank}: this process was forked from that rank, whose world it cannot use: start processes "
                 "with the method 'spawn' or 'forkserver', or fork before init()"
             )
+        if key_file is not None and Key.read(key_file) != key_of_process():
+            raise ValueError(
+                f"rank {_holder.world.rank}: init(key_file={os.fspath(key_file)!r}): the world was joined without this key: give "
+                "it to the first init()"
+            )
         return
-    settings = read_settings(os.environ).replaced(timeout_s, stall_warning_s, stall_shutdown_s, key_file)
+    settings = read_settings(os.environ).replaced(timeout_s, stall_warning_s, stall_shutdown_s)
+    if key_file is not None:
+        use_key(Key.read(key_file))
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(f'process_sets must be a list of process sets, None or "dynamic", not {process_sets!r}')
     listed = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
@@ -108,7 +116,7 @@ def init(
     ranks = None if comm is None else ranks_of(comm)
     owns = not dist.is_initialized()
     if owns and _holder.worker is None and WORKER in os.environ:
-        _holder.worker = Worker(os.environ, settings.timeout_s, settings.key)
+        _holder.worker = Worker(os.environ, settings.timeout_s)
     if _holder.worker is not None and ranks is not None:
         raise ValueError(
             "init(comm=) is not for elastic jobs, in which the launcher says which processes are the ranks"
@@ -144,9 +152,7 @@ def _join(settings: Settings, ranks: list[int] | None, process_sets: list[Proces
             lost = None if worker is None or worker.losses is None else worker.losses.ranks
             meeting = None
             if owns:
-                meeting = start_torch_distributed(
-                    launch, settings.timeout_s, left=_holder.left, lost=lost, key=settings.key
-                )
+                meeting = start_torch_distributed(launch, settings.timeout_s, left=_holder.left, lost=lost)
             world = World(launch, settings, ranks, meeting, owns_process_group=owns)
             try:
                 world.add(process_sets)
@@ -217,16 +223,15 @@ def start_torch_distributed(
     backend: str | None = None,
     left: set[str] | None = None,
     lost: Callable[[], Collection[int]] | None = None,
-    key: Key | None = None,
 ) -> Meeting | None:
     """Initialize torch.distributed for a launch, and return the Meeting of its ranks; None for a rank that is alone.
 
-    backend None: gloo, with NCCL for CUDA tensors if CUDA and NCCL are available. left, lost, key: as in meet().
+    backend None: gloo, with NCCL for CUDA tensors if CUDA and NCCL are available. left, lost: as in meet().
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if launch.size > 1:
-        return meet(launch, timeout_s, backend, left, lost, key)
+        return meet(launch, timeout_s, backend, left, lost)
     init_group(backend, timeout_s, HashStore(), 0, 1)
     return None
 
