@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import logging
 import os
 import secrets
 import select
@@ -25,10 +26,13 @@ from typing import Any, NamedTuple
 from gradwire.collectives.control.addresses import socket_address
 from gradwire.collectives.control.build import BUILD_BYTES, OtherBuild, build, other_build
 from gradwire.collectives.control.key import Key
+from gradwire.collectives.control.libcrypto import NoLibcrypto
 from gradwire.collectives.control.paths import send_small_segments
 from gradwire.collectives.control.private import HANDSHAKE_S, PRIVATE_MAGIC, PURPOSE_BYTES, PrivateHandshake
 from gradwire.collectives.control.records import Connection
 from gradwire.collectives.errors import LinkError
+
+_log = logging.getLogger("gradwire")
 
 _MAGIC = b"gradwire"
 _CHALLENGE_BYTES, _PROOF_BYTES = 32, 32
@@ -243,8 +247,11 @@ class Door:
         arrived = []
         for descriptor, handshake in list(self._unverified.items()):
             is_late = time.monotonic() >= handshake.until
-            if (descriptor not in ready or handshake.advance()) and not is_late:
-                continue
+            try:
+                if (descriptor not in ready or handshake.advance()) and not is_late:
+                    continue
+            except NoLibcrypto as error:
+                _log.warning("gradwire: rank %d refused a connection: %s", self._rank, error)
             del self._unverified[descriptor]
             if handshake.is_verified:
                 arrived.append(

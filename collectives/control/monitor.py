@@ -84,7 +84,7 @@ class Monitor:
     Attributes, for reading: lost, the ranks whose process has ended, or whose host does not answer, with the time at which that
     was noticed; cut, the pairs of ranks that are alive but no longer connected; gone, the ranks that have ended in order; unmet,
     those of them to which not all ranks were connected; has_met, whether all were connected to this rank; port, at which this
-    process listens; secret, which all ranks know, and no other process, with a Key if there is one; cards, what each rank has
+    process listens; secret, which all ranks know, and no other process: a Key where the job has one; cards, what each rank has
     said of itself, and key, a name of these ranks only, both set once the ranks have met.
     """
 

@@ -1,10 +1,11 @@
 """The handshake of a connection with a key, after which it is encrypted.
 
-Each end sends a hello: a nonce, and a public value of X25519, both new. From the key, the secret of X25519 and both hellos, both
-ends derive four keys by HKDF-SHA-256: a proof of each end, and the key of the records of each direction. So they differ in every
-connection, also for an attacker who has recorded it and learns the key of the job later. Each end sends its proof, and once it
-has verified that of the other end, its first record: its rank, its build of gradwire, and the purpose of the connection. Until
-then, it sends nothing else, and reads only these fixed lengths.
+Each end sends a hello: a nonce, and a public value of X25519, both new. The end that listens sends its own once that of the other
+end has begun. From the key, the secret of X25519 and both hellos, both ends derive four keys by HKDF-SHA-256: a proof of each
+end, and the key of the records of each direction. They differ in every connection. Who has recorded one, and learns the key of
+the job later, cannot derive them. Each end sends its proof, and once it has verified that of the other end, its first record: its
+rank, its build of gradwire, and the purpose of the connection. Until then, it sends nothing else, and reads only these fixed
+lengths.
 """
 
 from __future__ import annotations
@@ -43,19 +44,16 @@ class PrivateHandshake:
     def __init__(
         self, connection: socket.socket, rank: int, key: Key, *, dials: bool, purpose: bytes = bytes(PURPOSE_BYTES)
     ) -> None:
-        """Send the hello. Arguments: see Handshake."""
+        """Send the hello; the end that listens sends only its beginning. Arguments: see Handshake."""
         self.connection: Connection = connection
         self.until = time.monotonic() + HANDSHAKE_S
         self.is_verified = False
         self.peer, self.build, self.purpose = -1, "", purpose
         self._rank, self._key, self._dials = rank, key, dials
-        self._exchange = Exchange()
-        self._hello = PRIVATE_MAGIC + secrets.token_bytes(_NONCE_BYTES) + self._exchange.public
         self._magic, self._received = b"", b""
         self._socket = connection
         self._steps = self._step()
         self._wanted = next(self._steps)
-        self._send(self._hello)
 
     def advance(self) -> bool:
         """Read what has arrived, but no byte beyond the first record, and answer. Return whether more has to arrive; if not,
@@ -93,13 +91,18 @@ class PrivateHandshake:
 
     def _step(self) -> Generator[int, bytes, None]:
         """Run the handshake: yield the number of bytes that must arrive next, and receive them. End early to fail."""
+        hello, exchange = _hello() if self._dials else (PRIVATE_MAGIC, None)
+        self._send(hello)
         self._magic = yield len(PRIVATE_MAGIC)
         if self._magic != PRIVATE_MAGIC:
             return
+        if exchange is None:  # not before, as it takes longer than all else that a stranger can cause
+            hello, exchange = _hello()
+            self._send(hello[len(PRIVATE_MAGIC) :])
         theirs = self._magic + (yield _NONCE_BYTES + X25519_BYTES)
-        if (shared := self._exchange.shared(theirs[-X25519_BYTES:])) is None:
+        if (shared := exchange.shared(theirs[-X25519_BYTES:])) is None:
             return
-        hellos = (self._hello, theirs) if self._dials else (theirs, self._hello)
+        hellos = (hello, theirs) if self._dials else (theirs, hello)
         proofs, directions = _derived(self._key, shared, *hellos)
         mine, other = (0, 1) if self._dials else (1, 0)
         self._send(proofs[mine])
@@ -118,6 +121,12 @@ class PrivateHandshake:
         # advance() notices a connection that has ended; an empty buffer has room for all messages.
         with suppress(OSError):
             self.connection.send(message)
+
+
+def _hello() -> tuple[bytes, Exchange]:
+    """Return a new hello, and the exchange whose public value it names."""
+    exchange = Exchange()
+    return PRIVATE_MAGIC + secrets.token_bytes(_NONCE_BYTES) + exchange.public, exchange
 
 
 def _derived(key: Key, shared: bytes, dials: bytes, listens: bytes) -> tuple[list[bytes], list[bytes]]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from gradwire.collectives.control import private
 from gradwire.collectives.control.handshake import Arrived, Door, NotARank, dial
 from gradwire.collectives.control.key import Key, hkdf, key_from
 from gradwire.collectives.control.libcrypto import NoLibcrypto, libcrypto
@@ -196,7 +197,7 @@ def test_a_recorded_rank_is_not_let_in_again(door: Door) -> None:
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", greeting(1), PRIVATE_MAGIC + bytes(1000), bytes(5000)])
 def test_a_stranger_learns_nothing(door: Door, said: bytes) -> None:
-    """Not more than a nonce, a public value and a proof, whatever it says."""
+    """Not more than a nonce, a public value and a proof, whatever it says; none of these to who begins otherwise."""
     with socket.create_connection(door.socket.getsockname()) as stranger:
         stranger.sendall(said)
         assert not arrivals(door, lambda: len(door.descriptors) == 2)
@@ -205,8 +206,21 @@ def test_a_stranger_learns_nothing(door: Door, said: bytes) -> None:
         with suppress(OSError):
             while piece := stranger.recv(1 << 12):
                 heard += piece
-    assert len(heard) <= HELLO_BYTES + PROOF_BYTES
+    assert len(heard) <= (HELLO_BYTES + PROOF_BYTES if said.startswith(PRIVATE_MAGIC) else len(PRIVATE_MAGIC))
     assert heard.startswith(PRIVATE_MAGIC)
+
+
+def test_a_failure_of_libcrypto_ends_one_connection(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise NoLibcrypto("no memory")
+
+    with monkeypatch.context() as patch, socket.create_connection(door.socket.getsockname()) as stranger:
+        patch.setattr(private, "Exchange", fail)
+        stranger.sendall(PRIVATE_MAGIC)
+        assert not arrivals(door, lambda: len(door.descriptors) == 2)
+        assert not arrivals(door, lambda: len(door.descriptors) == 1)
+    for end in met(door):
+        (end.connection if isinstance(end, Arrived) else end).close()
 
 
 def test_a_rank_does_not_talk_to_itself(door: Door) -> None:
