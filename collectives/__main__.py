@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from gradwire.collectives.communicator import Communicator
 from gradwire.collectives.control.attempt import Attempt
-from gradwire.collectives.control.key import Key
+from gradwire.collectives.control.key import Key, key_of_process
 from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.environment import KEY_FILE, TABLE_PREFIX, TUNING
 from gradwire.collectives.parsing import format_size
@@ -88,9 +88,12 @@ def _report(communicator: Communicator) -> str:
 
 def _key() -> str:
     """Return whether connections are encrypted, as text."""
-    if path := os.environ.get(KEY_FILE):
-        return f"{path}: connections between hosts are encrypted"
-    return f"none: connections between hosts are not encrypted, see {KEY_FILE}"
+    try:
+        if key_of_process() is None:
+            return f"none: connections between hosts are not encrypted, see {KEY_FILE}"
+    except ValueError as error:
+        return f"unusable: {error}"
+    return "connections between hosts are encrypted"
 
 
 def _costs(communicator: Communicator) -> list[str]:
@@ -126,7 +129,8 @@ def _make_key(path: Path) -> None:
     try:
         Key.made().write(path)
     except OSError as error:
-        raise SystemExit(f"gradwire keygen: {path}: {error.strerror}") from None
+        raise SystemExit(f"gradwire keygen: {path}: {error.strerror}. Name a new file in a folder of yours") from None
+    print(f"{path}: copy it to all hosts of one job, and set {KEY_FILE} there")
 
 
 def _info() -> None:

@@ -58,7 +58,9 @@ class Key:
                     )
                 text = file.read(2 * KEY_BYTES + 3)  # one more than are allowed
         except OSError as error:
-            raise ValueError(f"cannot read the key file {path}: {error.strerror}") from error
+            raise ValueError(
+                f"cannot read the key file {path}: {error.strerror}. `gradwire keygen` makes one"
+            ) from error
         if (digits := _CONTENT.fullmatch(text)) is None:
             raise ValueError(
                 f"the key file {path} must hold {2 * KEY_BYTES} hexadecimal digits and nothing else: `gradwire keygen` makes one"
