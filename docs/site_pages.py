@@ -23,7 +23,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in _PAGES.items():
         text = "---\nhide: [navigation]\n---\n" + re.sub(r"\]\(docs/", "](", (ROOT / source).read_text())
         for other, its_page in _PAGES.items():
-            text = text.replace(f"]({other})", f"]({its_page})")
+            text = re.sub(rf"\]\({re.escape(other)}(?=[)#])", f"]({its_page}", text)
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "LICENSE", abs_src_path=str(ROOT / "LICENSE")))
     return files
