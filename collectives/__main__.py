@@ -22,7 +22,6 @@ from gradwire.collectives.precompile import precompile
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.selection import Table
 from gradwire.collectives.schedules.topology import host_id
-from gradwire.collectives.torch_internals import store_of_one
 from gradwire.collectives.tuning.cost_model import TuningError
 
 _COMMANDS = {
@@ -143,7 +142,7 @@ def _info() -> None:
 def _communicator() -> Communicator:
     """Return a Communicator of the ranks that torchrun has started; without torchrun, of this process."""
     if "RANK" not in os.environ:
-        return Communicator(Membership(0, 1, ((0,),), store_of_one(), ("cpu",), b"", global_ranks=(0,)))
+        return Communicator(Membership.alone(("cpu",), (0,)))
     store, rank, size = next(rendezvous("env://"))
     membership = Attempt(store, "gradwire", rank, tuple(range(size))).meet(("cpu",), host_id(), _MEETING_S)
     try:

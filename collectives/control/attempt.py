@@ -29,7 +29,7 @@ from gradwire.collectives.control.rendezvous import rendezvous, withdraw_from
 from gradwire.collectives.environment import KEY_FILE, RUN_ID
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.schedules.topology import machine_id
-from gradwire.collectives.torch_internals import default_store, is_of_parent, server_of, store_of_one
+from gradwire.collectives.torch_internals import default_store, is_of_parent, server_of
 
 #: How long withdraw() waits for the store.
 _WITHDRAW_S = 5.0
@@ -119,7 +119,7 @@ class Attempt:
         """
         size = len(self._global_ranks)
         if size == 1:
-            return Membership(0, 1, ((0,),), store_of_one(), device_types, b"", global_ranks=self._global_ranks)
+            return Membership.alone(device_types, self._global_ranks)
         if (met := self._met()) is not None:
             if key_of_process() is not None and not met.is_private:
                 raise ValueError(

@@ -44,9 +44,8 @@ class Key:
         """Return the key in a file. Raises ValueError, without any of its content, for a file that cannot be read, that other
         users can read or write, or that has no key."""
         try:
-            descriptor = os.open(
-                path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-            )  # which does not wait for the writer of a FIFO
+            # O_NONBLOCK does not wait for the writer of a FIFO.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(descriptor, encoding="ascii", errors="replace", newline="") as file:
                 found = os.fstat(file.fileno())
                 if not stat.S_ISREG(found.st_mode):

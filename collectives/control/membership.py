@@ -20,6 +20,7 @@ from gradwire.collectives.control.monitor import Monitor
 from gradwire.collectives.environment import AGENT_STORE, PORTS, TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
 from gradwire.collectives.schedules.topology import Machine, Topology
+from gradwire.collectives.torch_internals import store_of_one
 
 #: How much earlier than ours a backend's timeout may end, because the backend counts whole milliseconds.
 ROUNDING_S = 0.005
@@ -58,6 +59,11 @@ class Membership:
     cards: tuple[dict[str, Any], ...] = field(repr=False, default=())
     unshared: Mapping[int, str] = field(default_factory=dict)
     host: str = ""
+
+    @classmethod
+    def alone(cls, device_types: tuple[str, ...], global_ranks: tuple[int, ...] = ()) -> Membership:
+        """Return the Membership of a rank alone, which connects to nobody."""
+        return cls(0, 1, ((0,),), store_of_one(), device_types, b"", global_ranks=global_ranks)
 
     def subset(self, ranks: Sequence[int], name: str) -> Membership:
         """Return the Membership of some of these ranks, this one among them; ranks[r] becomes rank r.

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.control.membership import Membership
-from gradwire.collectives.torch_internals import store_of_one
 from gradwire.trainer.checkpoint import agree, need, need_whole, on_all_ranks, without
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.arguments import Average
@@ -179,9 +178,8 @@ class LocalSteps(Rule):
         self._looks = True  # whether to look for parameters that something else than a step has changed
         self._weighs = False  # whether weigh() was ever called
         self._alone: Setup | None = None  # with a Communicator of this rank alone, for weights without inner ranks
-        self._samples: list[
-            float
-        ] = []  # by fragment, of this rank since the last exchange; NaN if a step was without weigh()
+        # By fragment, those of this rank since the last exchange; NaN if a step was without weigh().
+        self._samples: list[float] = []
         self._has_common = False  # whether the outer parameters are equal on all ranks
         self.step = self._warmup_taken = self._alone_taken = 0
         self._began = time.perf_counter()
@@ -466,7 +464,7 @@ class LocalSteps(Rule):
 def _alone(setup: Setup, parameters: Sequence[Tensor]) -> Setup:
     """Return a Setup with a Communicator of this rank alone."""
     kinds = {"cpu": None} | {parameter.device.type: None for parameter in parameters}
-    alone = Communicator(Membership(0, 1, hosts=((0,),), store=store_of_one(), device_types=tuple(kinds), secret=b""))
+    alone = Communicator(Membership.alone(tuple(kinds)))
     policy, plan = Policy(Compression.none), ExchangePlan(None, at_end=True)
     return replace(setup, communicator=alone, predivide=1.0, policy=policy, plan=plan, traffic=Traffic(alone))
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.communicator import close_all
 from gradwire.collectives.control.membership import Membership
-from gradwire.collectives.torch_internals import HashStore
 from gradwire.trainer.servers.aggregator import Scheme
 from gradwire.trainer.servers.messages import from_record, of_pair, receive, send, to_record
 from gradwire.trainer.servers.server import Answer, Server
@@ -211,8 +210,7 @@ class Servers:
 
     def open_alone(self) -> Communicator:
         """Return a Communicator of this process alone, which needs no world."""
-        alone = Membership(0, 1, hosts=((0,),), store=HashStore(), device_types=("cpu",), secret=b"")
-        return self._owned(Communicator(alone, stall_warning_s=None))
+        return self._owned(Communicator(Membership.alone(("cpu",)), stall_warning_s=None))
 
     def connect(
         self,
