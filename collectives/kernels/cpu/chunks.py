@@ -146,6 +146,7 @@ def chunktopk_decode(wire, out, numel, settings, add, scale):
     chunks, outside = (numel + CHUNK - 1) // CHUNK, 0
     codes = wire + pad16(chunks * 3 * k // 2)
     scales = uint16_at(codes + pad16(chunks * k // 4))
+    places, numbers = int32_at(_chunk_room()), float32_at(_chunk_room())
     if add == 0:
         clear(out, numel)
     for c in range(chunks):
@@ -154,15 +155,14 @@ def chunktopk_decode(wire, out, numel, settings, add, scale):
         low, high = float_of_bfloat16(scales[2 * c]) * scale, float_of_bfloat16(scales[2 * c + 1]) * scale
         index, code, to = uint8_at(wire + c * 3 * k // 2), uint8_at(codes + c * k // 4), float32_at(out + 4 * c * CHUNK)
         for e in range(count):
-            at = 3 * (e // 2)
-            if e % 2 == 0:
-                place = int64(index[at]) | (int64(index[at + 1]) & 0xF) << 8
-            else:
-                place = int64(index[at + 1]) >> 4 | int64(index[at + 2]) << 4
-            bits = (int64(code[e // 4]) >> (2 * (e % 4))) & 3
+            at = 3 * (e >> 1) + (e & 1)
+            places[e] = ((int32(index[at]) | int32(index[at + 1]) << 8) >> 4 * (e & 1)) & 0xFFF
+            bits = (int32(code[e >> 2]) >> 2 * (e & 3)) & 3
             magnitude = high if bits & 1 else low
-            if place < n:
-                to[place] += -magnitude if bits >= 2 else magnitude
+            numbers[e] = -magnitude if bits >= 2 else magnitude
+        for e in range(count):  # a loop of its own, so that more of these accesses wait for memory at the same time
+            if places[e] < n:
+                to[places[e]] += numbers[e]
             else:
                 outside += 1
     return outside

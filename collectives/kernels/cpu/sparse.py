@@ -6,9 +6,9 @@ import numpy as np
 from numba import float32, int64, njit
 
 from gradwire.collectives.kernels.cpu.blocks import random_bits
-from gradwire.collectives.kernels.cpu.intrinsics import field, float32_at, int32_at
+from gradwire.collectives.kernels.cpu.intrinsics import field, float32_at, int32_at, int64_at
 from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, TILE, forget_non_finite, reaching
-from gradwire.collectives.kernels.cpu.scratch import clear
+from gradwire.collectives.kernels.cpu.scratch import PIECE, clear, room_for
 
 
 def scatter(wire_indices, wire_values, count, out, n, add, scale):
@@ -78,15 +78,28 @@ def randomk_encode(values, residual, wire, n, settings, seed):
     return 0
 
 
+_places_room = room_for(8 * PIECE)
+
+
 def randomk_decode(wire, out, n, settings, add, scale):
     k, seed = field(settings, 0), field(settings, 1)
     numbers, to = float32_at(wire), float32_at(out)
     if add == 0:
         for i in range(n):
             to[i] = 0
-    begins = _begins(n, k, seed)
-    for j in range(k):
-        i = _drawn(j, k, n, seed, begins)
-        i = i - n if i >= n else i
-        to[i] += numbers[j] * scale
+    places = int64_at(_places_room())
+    length, beyond = n // max(k, 1), n % max(k, 1)
+    begin, rest = _begins(n, k, seed), 0
+    for first in range(0, k, PIECE):
+        count = min(PIECE, k - first)
+        for e in range(count):  # the index of _drawn, without a division for each
+            rest += beyond
+            longer = int64(rest >= k)
+            rest -= longer * k
+            end = begin + length + longer
+            i = begin + ((random_bits(first + e, seed) * (end - begin)) >> 32)
+            places[e] = i - n if i >= n else i
+            begin = end
+        for e in range(count):  # a loop of its own, so that more of these accesses wait for memory at the same time
+            to[places[e]] += numbers[first + e] * scale
     return 0
