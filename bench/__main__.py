@@ -15,6 +15,7 @@ MODULES = {
     "convergence": ("training.convergence", 4, "training with and without every codec"),
     "convex": ("training.convex", 4, "a known optimum, with and without error feedback"),
     "rules": ("training.rules", 4, "training by several update rules"),
+    "replicas": ("training.replicas", 4, "which parameters to validate under local updates"),
     "shares": ("training.shares", 2, "a batch divided among unequal ranks"),
     "predicted": ("predicted", 4, "predicted beside measured times"),
     "codec": ("codec.run", 0, "every codec beside torch's operations"),

@@ -334,6 +334,22 @@ def rules(*names: str) -> str:
     return _table(heading, rows, f"---{'|---:' * 4}")
 
 
+def replicas(name: str) -> str:
+    """Return a table of the models of `bench replicas`: the validation loss at the first exchange of each rule, at the middle
+    one and at the last, over that of the common parameters after it."""
+    found = []
+    by_rule: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in figures(name)["rows"]:
+        by_rule[row["rule"]].append(row)
+    for rule, rows in by_rule.items():
+        for row in (rows[0], rows[len(rows) // 2], rows[-1]):
+            own = (f"{each / row['common']:.3f}" for each in (min(row["replicas"]), max(row["replicas"])))
+            others = (f"{row[of] / row['common']:.3f}" for of in ("average", "previous"))
+            found.append((f"`{rule}`", str(row["step"]), f"{row['common']:.3f}", " to ".join(own), *others))
+    heading = ("", "step", "loss, common parameters", "one rank", "average of the ranks", "last common parameters")
+    return _table(heading, found, f"---{'|---:' * 5}")
+
+
 def _size(nbytes: int) -> str:
     text = format_size(nbytes)
     return f"{text[:-1]} {text[-1]}B"
@@ -436,6 +452,7 @@ VIEWS: dict[str, Callable[..., str]] = {
     "convex": convex,
     "ratio": ratio,
     "rules": rules,
+    "replicas": replicas,
     "command": command,
     "predictions": predictions,
     "failures": failures,

@@ -65,6 +65,7 @@ RUNS: dict[str, str] = {
     "gpu": f"{_TORCHRUN.format(2)} gpu",
     "convergence": f"{_TORCHRUN.format(4)} convergence --steps 100",
     "convex": f"{_TORCHRUN.format(4)} convex",
+    "replicas": f"{_TORCHRUN.format(4)} replicas",
     "rules-slow-link": f"{_HOSTS.format(4, 4, '100mbit')} rules synchronous+powersgd average+onebit {_LOCAL} --seconds 240"
     " --warmup-codec powersgd",
     "rules-gigabit": f"{_HOSTS.format(4, 4, '1gbit')} rules ddp synchronous+powersgd average+int4 {_LOCAL} --seconds 180"

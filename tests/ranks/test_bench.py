@@ -351,6 +351,23 @@ RULE_FLAGS = ["--batch", "1", "--context", "16", "--warmup-steps", "2"]
 
 
 @pytest.mark.wide
+def test_the_models_of_local_updates(tmp_path: Path) -> None:
+    """What the rule makes of the replicas, the benchmark makes of them, too: without an outer optimizer, their average."""
+    flags = [*RULE_FLAGS, "--steps", "6", "--every", "2", "--json", str(tmp_path / "out.json")]
+    bench("replicas", *flags)
+    _, rows = rows_of(tmp_path / "out.json")
+    assert [row["step"] for row in rows] == [4, 6] * 3
+    for row in rows:
+        assert row["replicas_identical"]
+        assert len({*row["replicas"], row["average"], row["previous"]}) == 4
+        exact = row["rule"] == "average"
+        assert (row["common"] == pytest.approx(row["average"], rel=1e-6)) == exact
+    for before, after in zip(rows[::2], rows[1::2], strict=True):
+        assert after["previous"] == before["common"]
+    assert len({row["previous"] for row in rows if row["step"] == 4}) == 1  # after the same synchronous steps
+
+
+@pytest.mark.wide
 def test_update_rules(tmp_path: Path) -> None:
     """Average every step, by several ways, or now and then, with a codec, or never."""
     competitors = ["synchronous", "ddp", "server", "synchronous@0.5", "average+chunktopk", "alone"]

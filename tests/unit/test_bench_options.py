@@ -20,7 +20,7 @@ from gradwire.bench.micro.cases import CASES, IN_PLACE, OUT_OF_PLACE
 from gradwire.bench.micro.options import DTYPES, OPS, parse_arguments, size_range
 from gradwire.bench.micro.run import choose_algorithms, plan, plan_jobs
 from gradwire.bench.simulate import run as simulate
-from gradwire.bench.training import convergence, convex, rules, step, train
+from gradwire.bench.training import convergence, convex, replicas, rules, step, train
 from gradwire.collectives.parsing import format_size, parse_size
 
 CPU = torch.device("cpu")
@@ -51,6 +51,7 @@ WRONG: list[tuple[Callable[[list[str]], object], str, str]] = [
     (codec.parse_arguments, "-n 1000|-n 0|--iters 0", ""),
     (convergence.parse_arguments, "--models gpt|--codecs int8,int9|--steps 0|--seed -1", ""),
     (convex.parse_arguments, "--steps 0", ""),
+    (replicas.parse_arguments, "--steps 0|--every 0|--warmup-steps -1|--preset big|--plot out.png", ""),
     (step.parse_arguments, "--compression int8,none|--compression int8,int9|--compression int8,", ""),
     (step.parse_arguments, "--model resnet|--model mlp --preset 13m|--model digits_cnn --context 64", "bytes_gpt"),
     (
