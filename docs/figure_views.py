@@ -335,19 +335,18 @@ def rules(*names: str) -> str:
 
 
 def replicas(name: str) -> str:
-    """Return a table of the models of `bench replicas`: the validation loss at the first exchange of each rule, at the middle
-    one and at the last, over that of the common parameters after it."""
-    found = []
-    by_rule: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    """Return a table of the models of `bench replicas`: the lowest and the highest validation loss of each at the exchanges of a
+    rule, over that of the common parameters after the same exchange."""
+    ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in figures(name)["rows"]:
-        by_rule[row["rule"]].append(row)
-    for rule, rows in by_rule.items():
-        for row in (rows[0], rows[len(rows) // 2], rows[-1]):
-            own = (f"{each / row['common']:.3f}" for each in (min(row["replicas"]), max(row["replicas"])))
-            others = (f"{row[of] / row['common']:.3f}" for of in ("average", "previous"))
-            found.append((f"`{rule}`", str(row["step"]), f"{row['common']:.3f}", " to ".join(own), *others))
-    heading = ("", "step", "loss, common parameters", "one rank", "average of the ranks", "last common parameters")
-    return _table(heading, found, f"---{'|---:' * 5}")
+        for model, losses in (("previous", [row["previous"]]), ("one", row["replicas"]), ("all", [row["average"]])):
+            ratios[row["rule"]][model] += [loss / row["common"] for loss in losses]
+    cells = (
+        (f"`{rule}`", *(_range(of[model], "{:.3f}".format) for model in ("previous", "one", "all")))
+        for rule, of in ratios.items()
+    )
+    heading = ("", "the last common parameters", "one rank's parameters", "the average of the ranks' parameters")
+    return _table(heading, cells, "---|---:|---:|---:")
 
 
 def _size(nbytes: int) -> str:
