@@ -1,7 +1,7 @@
 """The views of docs/figures.py: each returns, in Markdown, what a page shows of a run, or of several.
 
-`predictions` shows all runs that a folder of docs has, `failures` a file of docs that `python -m gradwire.bench failures -J` has
-written.
+`predictions` shows all runs that a folder of docs has, `failures` and `published` a file of docs that `python -m gradwire.bench
+failures -J` and `gradwire simulate -J` have written.
 """
 
 from __future__ import annotations
@@ -436,6 +436,18 @@ def failures(name: str) -> str:
     return _table(heading, rows, "---|---|---:|---:|---:|---:|---:") + f"\n({_where(run['meta'])}.)\n"
 
 
+def published(name: str) -> str:
+    """Return what a file of docs that `gradwire simulate --preset all -J` has written says of the errors of predictions, for a
+    place within a line."""
+    rows = [row for row in json.loads((DOCS / f"{name}.json").read_text())["rows"] if not row["fitted"]]
+    worst = max(rows, key=lambda row: abs(row["error"]))
+    error = 100 * median(abs(row["error"]) for row in rows)
+    return (
+        f"Of the {len(rows)} rows to which no input was fitted, the median absolute error is {error:.1f} %, and the largest"
+        f" {100 * abs(worst['error']):.0f} %, at {worst['ranks']} ranks with {worst['method']}"
+    )
+
+
 VIEWS: dict[str, Callable[..., str]] = {
     "gains": gains,
     "steps": steps,
@@ -455,4 +467,5 @@ VIEWS: dict[str, Callable[..., str]] = {
     "command": command,
     "predictions": predictions,
     "failures": failures,
+    "published": published,
 }

@@ -94,7 +94,7 @@ class DistributedOptimizer(WrappingOptimizer):
     policy: the compression of parameters by name, whatever their size: `{"*.bias": "none", "embed*": "topk"}`. The keys are
     patterns as in fnmatch; for each parameter, the first one that matches its name counts. Needs named_parameters.
     op: Average or Sum of gradients; or Adasum, with which each rank steps with its own gradients and the changes of the
-    parameters are combined (gradwire.trainer.rules.adasum).
+    parameters are combined (Maleki et al. 2020).
     gradient_predivide_factor: a factor f for op=Average: gradients are divided by f before the sum, and multiplied by f / size
     after it.
     num_groups: the number of buckets into which the gradients are divided evenly, instead of by bucket_bytes.

@@ -56,6 +56,13 @@ def test_python_is_run_or_called_a_fragment() -> None:
     assert len(python_blocks(EXTENDING)) >= 3
 
 
+@pytest.mark.parametrize("folder", ["examples", "integrations"])
+def test_a_page_lists_every_file_of_its_folder(folder: str) -> None:
+    page = ROOT / "docs" / folder / "README.md"
+    files = {path.name for path in page.parent.iterdir() if path.is_file()}
+    assert files - {page.name} - set(LINK.findall(page.read_text())) == set()
+
+
 def test_the_script_of_the_readme_is_the_file() -> None:
     (block,) = python_blocks(README)
     assert block == (ROOT / TRAIN).read_text()
@@ -70,7 +77,7 @@ def test_every_figure_is_that_of_its_run(monkeypatch: pytest.MonkeyPatch) -> Non
         text = (ROOT / page).read_text()
         assert text == figures["filled"](text), f"{page}: run docs/figures.py"
         for mark in figures["MARK"].finditer(text):
-            if mark[2] in ("predictions", "failures"):  # whose runs are files of their own
+            if mark[2] in ("predictions", "failures", "published"):  # whose runs are files of their own
                 continue
             used |= set(mark[3].split()[: 1 if mark[2] == "ratio" else None])
     commits: dict[tuple[str, str], set[str]] = defaultdict(set)

@@ -192,7 +192,14 @@ def test_mpich_on_one_host_needs_nothing_set() -> None:
     assert int(port) == 15000 + os.getpid() % 16384
 
 
-@pytest.mark.parametrize(("module", "command"), [(None, "mine.py"), (SimpleNamespace(name="mine.__main__"), "-m mine")])
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        (None, "mine.py"),
+        (SimpleNamespace(name="mine.__main__"), "-m mine"),
+        (SimpleNamespace(name="gradwire.trainer.tools.check.__main__"), "-m gradwire check"),
+    ],
+)
 def test_one_process_is_told_how_to_start_two(
     module: Any, command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
