@@ -20,6 +20,7 @@ MODULES = {
     "predicted": ("predicted", 4, "predicted beside measured times"),
     "codec": ("codec.run", 0, "every codec beside torch's operations"),
     "failures": ("failures.run", 0, "training while ranks are killed"),
+    "private": ("private.run", 0, "a key and checksums, on simulated hosts"),
     "simulate": ("simulate.run", 0, "training on ranks that are described"),
 }
 #: The benchmarks that run under torchrun, also on simulated hosts.

@@ -25,6 +25,7 @@ from gradwire.bench.predicted import (
     measured_twice,
     over_best,
 )
+from gradwire.bench.private.run import MODES, PLAIN
 from gradwire.collectives.parsing import format_size
 
 DOCS = Path(__file__).parent
@@ -128,6 +129,27 @@ def plans(*names: str) -> str:
     rows.append(("the plan chosen", *((column["gradwire"]["plan"] or "").removeprefix("in ") for column in columns)))
     where = [f"{(run['meta']['network'] or 'one host').split(' (')[0]}, {run['meta']['model']}" for run in runs]
     return _table(("", *where), rows, "|".join(["---"] + ["---:"] * len(runs)))
+
+
+def private(*names: str) -> str:
+    """Return a table of the cases of `bench private`, with three columns for each of these runs: the time without a key, and the
+    times with a key and with checksums as multiples of it."""
+    columns: list[dict[tuple[str, str], dict[str, Any]]] = []
+    heading, runs = ["allreduce of"], [figures(name) for name in names]
+    for run in runs:
+        columns.append({(row["case"], row["mode"]): row for row in run["rows"]})
+        rate = run["meta"]["network"].split(", ")[1].removesuffix(" links (tc tbf").replace("gbit", " Gbit/s")
+        heading += [f"{rate}: without a key, ms", "with a key", "with checksums"]
+    found = []
+    for case in dict.fromkeys(case for case, _ in columns[0]):
+        cells = [case]
+        for column in columns:
+            cells.append(f"{median(column[case, PLAIN]['turns_ms']):.3g}")
+            for row in (column[case, mode] for mode in MODES if mode != PLAIN):
+                cells.append(f"**{_number(row['over_plain'])}**{_interval([row['least'], row['most']])}")
+        found.append(cells)
+    (where,) = {_where({**run["meta"], "network": None}) for run in runs}
+    return _table(heading, found, f"---{'|---:|---|---' * len(names)}") + f"\n({where}.)\n"
 
 
 def backends(*names: str) -> str:
@@ -454,6 +476,7 @@ VIEWS: dict[str, Callable[..., str]] = {
     "shares": shares,
     "plans": plans,
     "backends": backends,
+    "private": private,
     "sizes": sizes,
     "across": across,
     "compressed": compressed,

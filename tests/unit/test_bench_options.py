@@ -19,6 +19,7 @@ from gradwire.bench.failures import run as failures
 from gradwire.bench.micro.cases import CASES, IN_PLACE, OUT_OF_PLACE
 from gradwire.bench.micro.options import DTYPES, OPS, parse_arguments, size_range
 from gradwire.bench.micro.run import choose_algorithms, plan, plan_jobs
+from gradwire.bench.private import run as private
 from gradwire.bench.simulate import run as simulate
 from gradwire.bench.training import convergence, convex, replicas, rules, step, train
 from gradwire.collectives.parsing import format_size, parse_size
@@ -62,6 +63,7 @@ WRONG: list[tuple[Callable[[list[str]], object], str, str]] = [
     (rules.parse_arguments, "--k 0|--k 6|--k 1028|streaming --every 3 --delay 0|streaming --every 8 --delay 2", ""),
     (train.parse_arguments, "--batch=0|--seconds=0|--model=resnet|--checkpoint-every=0", ""),
     (failures.parse_arguments, "--plot p.png|file.json|--hosts 3|--rate fast", ""),
+    (private.parse_arguments, "--rate fast|--rate 1gbit,1gbit,1gbit|--rounds 0", ""),
     (simulate.main, "--preset nobody", "hkbu-10gbe"),
     (simulate.main, "--model nobody", "resnet50"),
     (simulate.main, "--link 5", "gbit"),

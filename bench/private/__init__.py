@@ -1,0 +1,1 @@
+"""What a key, and what checksums, cost the exchange between hosts."""
