@@ -135,7 +135,7 @@ def private(*names: str) -> str:
     """Return a table of the cases of `bench private`, with three columns for each of these runs: the time without a key, and the
     times with a key and with checksums as multiples of it."""
     columns: list[dict[tuple[str, str], dict[str, Any]]] = []
-    heading, runs = ["allreduce of"], [figures(name) for name in names]
+    heading, runs = [""], [figures(name) for name in names]
     for run in runs:
         columns.append({(row["case"], row["mode"]): row for row in run["rows"]})
         rate = run["meta"]["network"].split(", ")[1].removesuffix(" links (tc tbf").replace("gbit", " Gbit/s")
