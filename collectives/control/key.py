@@ -19,7 +19,8 @@ _NONCE, _SALT_BYTES = bytes(12), 32
 _FILE_MODE = 0o600
 #: The content of a key file.
 _CONTENT = re.compile(rf"([0-9a-fA-F]{{{2 * KEY_BYTES}}})(?:\r?\n)?")
-_SEALED = "gradwire-sealed "
+#: How the texts of Key.seal() begin.
+SEALED = "gradwire-sealed"
 
 
 def hkdf(secret: bytes, salt: bytes, *purposes: bytes) -> list[bytes]:
@@ -80,21 +81,22 @@ class Key:
         """Return the key of the ranks that meet, derived from this one. meeting: a text that no other meeting has."""
         return Key(hkdf(self.secret, b"", b"meeting " + meeting.encode())[0])
 
-    def seal(self, name: str, text: str) -> str:
+    def seal(self, name: str, text: str, writer: int = -1) -> str:
         """Return a text for a place that others can read and write, such as torch's store: encrypted, with a tag of the text and
-        its name there."""
+        its name there. writer: a number that is not encrypted, and that others can replace."""
         salt = secrets.token_bytes(_SALT_BYTES)
         cipher = self._cipher(salt, encrypts=True)
-        return _SEALED + (salt + cipher.encrypt(text.encode(), name.encode())).hex()
+        return f"{SEALED} {writer} {(salt + cipher.encrypt(text.encode(), name.encode())).hex()}"
 
     def open(self, name: str, sealed: str) -> str | None:
         """Return the text that seal() sealed under a name; None for anything else."""
         try:
-            found = bytes.fromhex(sealed.removeprefix(_SEALED))
+            magic, _, digits = sealed.split(" ")
+            found = bytes.fromhex(digits)
         except ValueError:
             return None
         salt, record = found[:_SALT_BYTES], found[_SALT_BYTES:]
-        if not sealed.startswith(_SEALED) or len(record) < MAC_BYTES:
+        if magic != SEALED or len(record) < MAC_BYTES:
             return None
         text = self._cipher(salt, encrypts=False).decrypt(record, name.encode())
         return None if text is None else text.decode()
@@ -108,7 +110,7 @@ class Key:
 
 def is_sealed(text: str) -> bool:
     """Return whether a text is one that Key.seal() makes."""
-    return text.startswith(_SEALED)
+    return text.startswith(f"{SEALED} ")
 
 
 class _Process:

@@ -7,6 +7,7 @@ rank's attempt does, which is the same on all ranks that have tried equally ofte
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,12 +16,23 @@ from typing import Any
 from gradwire.collectives.control.build import build
 from gradwire.collectives.control.channel import Failure
 from gradwire.collectives.control.coordinator import Card
-from gradwire.collectives.control.texts import StrangeText, Texts
+from gradwire.collectives.control.key import SEALED
+from gradwire.collectives.control.texts import A_KEY, ANOTHER_KEY, NO_KEY, StrangeText, Texts
+from gradwire.collectives.environment import KEY_FILE
 from gradwire.collectives.errors import LinkError
 
 #: As in release 0.2, whose ranks and those of this version fail at once when they find the record of the other.
 _KEY = "hub"
 _MAGIC = "gradwire-coordinator"
+
+#: How the keys of two ranks differ.
+_DIFFERENCES = {
+    NO_KEY: "rank {} has no key, and rank {} has one",
+    A_KEY: "rank {} has a key, and rank {} has none",
+    ANOTHER_KEY: "rank {} has another key than rank {}, or is of another job, run or meeting",
+}
+#: How the text of a Coordinator's place begins, also an encrypted one: it names its rank.
+_WRITER = re.compile(rf"(?:{_MAGIC}|{SEALED}) (\d{{1,9}}) ")
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,12 @@ class CoordinatorPlace:
         return card
 
 
+def _of_keys(rank: int, difference: str, coordinator_rank: int) -> Failure:
+    """Return the Failure of a rank whose key differs from that of the Coordinator's rank. difference: see StrangeText."""
+    why = _DIFFERENCES[difference].format(rank, coordinator_rank)
+    return Failure(tuple(sorted({rank, coordinator_rank})), f"{why}: set {KEY_FILE} to the same key everywhere")
+
+
 class Notes:
     """Reads and writes the notes of one rank. texts: in the store. ask: calls the store, as Asking.ask with a deadline. left: the
     keys of Coordinators that the rank ignores. number: of its attempt."""
@@ -79,22 +97,30 @@ class Notes:
         self._missed = f"missed/{number}"
 
     def coordinator(self) -> CoordinatorPlace | None:
-        """Return the newest Coordinator's place; None without one that this process has not left."""
-        text = self._read(_KEY)
+        """Return the newest Coordinator's place; None without one that this process has not left. Raises LinkError if the key of
+        its rank differs; the Coordinator's rank can then read that too."""
+        text = self._find(lambda: self._texts.read(_KEY))
         place = None if text is None else CoordinatorPlace.from_text(text)
         return None if place is None or place.key in self._left else place
 
     def publish(self, place: CoordinatorPlace, *, replaces: bool) -> CoordinatorPlace:
         """Write where a Coordinator listens, and return the place that ranks will find. replaces: whether it replaces another one
-        in the store; if not, the first one stays."""
+        in the store; if not, the first one stays. Raises as coordinator()."""
         if replaces:
             self._ask(lambda: self._texts.write(_KEY, place.to_text()))
             return place
-        return CoordinatorPlace.from_text(self._ask(lambda: self._texts.write_first(_KEY, place.to_text())))
+        return CoordinatorPlace.from_text(self._find(lambda: self._texts.write_first(_KEY, place.to_text())))
 
-    def failure(self, key: str) -> Failure | None:
-        """Return the first failure of a rank that did not come to the Coordinator of a key; None without one."""
-        return self._failure(f"failure/{key}")
+    def failure(self, place: CoordinatorPlace) -> Failure | None:
+        """Return the first failure of a rank that did not come to the Coordinator at the place that this rank has found; None
+        without one."""
+        return self._failure(f"failure/{place.key}") or self.refusal(place)
+
+    def refusal(self, place: CoordinatorPlace) -> Failure | None:
+        """Return the failure of a rank that could not read the place that this rank has found, because of its key; None without
+        one. Anyone who can write to the store can write it."""
+        refusal = self._ask(lambda: self._texts.refusal(_KEY))
+        return None if refusal is None else _of_keys(refusal[0], refusal[1], place.rank)
 
     def failure_without_coordinator(self) -> Failure | None:
         """Return the first failure of a rank that found no Coordinator in this attempt; None without one."""
@@ -107,6 +133,17 @@ class Notes:
             found = self.coordinator()
         if found is not None:
             self._write(f"failure/{found.key}", failure)
+
+    def _find(self, read: Callable[[], str | None]) -> Any:
+        """Return the text of a Coordinator's place. Raises as coordinator()."""
+        try:
+            return self._ask(read)
+        except StrangeText as error:
+            if (writer := _WRITER.match(error.text)) is None:
+                raise
+            difference = error.difference
+            self._ask(lambda: self._texts.refuse(_KEY, difference))
+            raise _of_keys(self._texts.rank, difference, int(writer[1])).as_link_error() from error
 
     def _failure(self, key: str) -> Failure | None:
         try:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -27,8 +26,6 @@ from gradwire.collectives.control.notes import CoordinatorPlace, Notes
 from gradwire.collectives.control.own_address import check_addresses, ports_of, why_not_listening
 from gradwire.collectives.control.texts import Texts
 from gradwire.collectives.errors import LinkError, ranks_text
-
-_Answer = TypeVar("_Answer")
 
 #: How long a rank that has failed tries to leave a note in the store.
 _NOTE_S = 5.0
@@ -72,7 +69,7 @@ def rendezvous(
     with closing(Asking(store, keepers=keepers)) as asking:
         card = card | {"size": size, "port": 0}
         admission, left = admission or Admission(), set() if left is None else left
-        texts = Texts(store, key, place)
+        texts = Texts(store, key, place, card["rank"])
         arrival = _Arrival(
             texts, key, asking, card, deadline, coordinator_rank, admission, left, by_agent, lost, number
         )
@@ -130,7 +127,7 @@ class _Arrival:
                 if not self.is_here:
                     continue
                 socket.socket().close()  # raises OSError if the Coordinator could accept no more ranks
-                if (failure := self._notes.failure(place.key)) is not None:
+                if (failure := self._notes().failure(place)) is not None:
                     client.report(failure)
             check_addresses(client.cards)
             assert monitor is not None, "a process without a Monitor has a problem, which is raised by now"
@@ -183,6 +180,8 @@ class _Arrival:
         if place is not None and not self.is_here and self._may_follow(error, place):
             if client is not None:
                 client.close()
+            if (refusal := self._refusal(place)) is not None:
+                raise refusal.as_link_error() from error
             raise TurnedAway(place.rank, str(error), again=True) from error
         if place is not None:
             self.left.add(place.key)
@@ -197,8 +196,7 @@ class _Arrival:
         if place is None and isinstance(error, LinkError):
             return  # the other ranks find the same
         with suppress(Exception):  # if the store has ended, the other ranks detect that
-            ask = partial(self.asking.ask, deadline=time.monotonic() + _NOTE_S)
-            Notes(self.texts, ask, self.left, self.number).leave(failure, place)
+            self._notes(time.monotonic() + _NOTE_S).leave(failure, place)
         if client is not None:
             client.close()
 
@@ -207,10 +205,17 @@ class _Arrival:
         None if there is none."""
         if not isinstance(error, LinkError) or error.timed_out or not (error.ended or self._is_early(error)):
             return None
-        ask = partial(self.asking.ask, deadline=time.monotonic() + _NOTE_S)
         with suppress(Exception):  # the store has ended too
-            if (failure := Notes(self.texts, ask, self.left, self.number).failure(place.key)) is not None:
+            if (failure := self._notes(time.monotonic() + _NOTE_S).failure(place)) is not None:
                 return failure.as_link_error()
+        return None
+
+    def _refusal(self, place: CoordinatorPlace) -> Failure | None:
+        """Return the failure of a rank with another key because of which the Coordinator of this attempt has ended, which would
+        also fail after a restart; None if there is none."""
+        if place.number >= self.number:
+            with suppress(Exception):  # the store has ended too
+                return self._notes(time.monotonic() + _NOTE_S).refusal(place)
         return None
 
     def _may_follow(self, error: BaseException, place: CoordinatorPlace) -> bool:
@@ -238,21 +243,18 @@ class _Arrival:
         """Raise as _check_lost(), and TurnedAway with `again` if a launcher may restart all ranks, and the store names a newer
         Coordinator."""
         self._check_lost()
-        if self.by_agent and (newest := self._notes.coordinator()) is not None and newest.key != place.key:
+        if self.by_agent and (newest := self._notes().coordinator()) is not None and newest.key != place.key:
             raise TurnedAway(place.rank, "a newer coordinator has replaced it", again=True)
 
-    def _ask(self, call: Callable[[], _Answer]) -> _Answer:
-        """Return the result of a call to the store. Raises as Asking.ask."""
-        return self.asking.ask(call, self.deadline)
-
-    @property
-    def _notes(self) -> Notes:
-        return Notes(self.texts, self._ask, self.left, self.number)
+    def _notes(self, deadline: float | None = None) -> Notes:
+        """Return the Notes of this rank. deadline: of each call to the store; by default that of the attempt."""
+        ask = partial(self.asking.ask, deadline=self.deadline if deadline is None else deadline)
+        return Notes(self.texts, ask, self.left, self.number)
 
     def _find_coordinator(self, monitor: Monitor | None) -> CoordinatorPlace:
         """Return where the Coordinator listens; make it if it is to run in this process. Raises LinkError if a rank has failed,
         and at the deadline."""
-        notes, card = self._notes, self.card
+        notes, card = self._notes(), self.card
         while True:
             self._check_lost()
             if self.coordinator_rank != card["rank"] and (found := notes.coordinator()) is not None:
@@ -321,5 +323,5 @@ def withdraw_from(
     """Report to the other ranks of an attempt to arrive that a rank has failed, and why. store: used by this attempt only.
     keepers, key, place: as in rendezvous(). If the store does not answer by the deadline, the other ranks wait until theirs."""
     with closing(Asking(store, keepers=keepers)) as asking, suppress(LinkError):
-        notes = Notes(Texts(store, key, place), partial(asking.ask, deadline=deadline))
+        notes = Notes(Texts(store, key, place, rank), partial(asking.ask, deadline=deadline))
         notes.leave(Failure.of(error, rank), None)

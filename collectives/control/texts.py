@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 from torch.distributed.distributed_c10d import Store
 
 from gradwire.collectives.control.key import Key, is_sealed
 from gradwire.collectives.environment import KEY_FILE
 from gradwire.collectives.errors import LinkError
 
+#: How the key of a process that cannot read a text differs from that of the process that has written it.
+NO_KEY, A_KEY, ANOTHER_KEY = "no key", "a key", "another key"
+
 
 class StrangeText(LinkError):
-    """A text in the store is not one of a process with the same key."""
+    """A text in the store is not one of a process with the same key. text: that, empty if it is none. difference: NO_KEY,
+    A_KEY or ANOTHER_KEY."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, text: str, difference: str) -> None:
+        self.text, self.difference = text, difference
         super().__init__(
             None,
             timed_out=False,
@@ -24,10 +32,13 @@ class Texts:
     """Reads and writes texts by name: with a key encrypted, so that only processes with the same key can, and only at the same
     place."""
 
-    def __init__(self, store: Store, key: Key | None, place: str = "") -> None:
+    def __init__(self, store: Store, key: Key | None, place: str = "", rank: int = -1) -> None:
         """place: what distinguishes the names of this object from equal names of other jobs, runs and meetings with the key: a
-        text is not valid at another place. The same on all processes that share the texts."""
+        text is not valid at another place. The same on all processes that share the texts. rank: of this process, for refuse(),
+        and for processes that cannot read what this one writes; -1 if it has none."""
+        self.rank = rank
         self._store, self._key, self._place = store, key, place
+        self._seen: dict[str, bytes] = {}
 
     def read(self, name: str) -> str | None:
         """Return the text of a name; None if there is none. Raises StrangeText for one that was written without the key or for
@@ -36,25 +47,51 @@ class Texts:
 
     def write(self, name: str, text: str) -> None:
         """Write a text, in place of an earlier one. Raises the errors of the store."""
-        self._store.set(name, self._sealed(name, text))
+        sealed = self._sealed(name, text)
+        self._seen[name] = sealed.encode()
+        self._store.set(name, sealed)
 
     def write_first(self, name: str, text: str) -> str:
         """Write a text unless there is one, and return that of the store. Raises as read()."""
         return self._opened(name, self._store.compare_set(name, "", self._sealed(name, text)))
 
+    def refuse(self, name: str, difference: str) -> None:
+        """Write that this rank cannot read the text that it has found under a name: without encryption, as the process that has
+        written the text could not read it otherwise. difference: that of StrangeText. Raises the errors of the store."""
+        self._store.compare_set(self._refusal_of(name), "", json.dumps([self.rank, difference]))
+
+    def refusal(self, name: str) -> tuple[int, str] | None:
+        """Return what a rank has given to refuse() for the text that this process has last written or read under a name; None if
+        none has. Anyone can write it. Raises the errors of the store."""
+        refusal = self._refusal_of(name)
+        if not self._store.check([refusal]):
+            return None
+        try:
+            rank, difference = json.loads(self._store.get(refusal))
+        except (ValueError, TypeError):  # another program has written it
+            return None
+        is_one = type(rank) is int and difference in (NO_KEY, A_KEY, ANOTHER_KEY)
+        return (rank, difference) if is_one else None
+
+    def _refusal_of(self, name: str) -> str:
+        """Return the name of the refusals of a text: of this text only, also where others had its name before."""
+        return f"refused/{hashlib.sha256(f'{self._place}/{name}/'.encode() + self._seen[name]).hexdigest()}"
+
     def _sealed(self, name: str, text: str) -> str:
-        return text if self._key is None else self._key.seal(f"{self._place}/{name}", text)
+        return text if self._key is None else self._key.seal(f"{self._place}/{name}", text, self.rank)
 
     def _opened(self, name: str, written: bytes) -> str:
+        self._seen[name] = written
         try:
             found = written.decode()
         except UnicodeDecodeError as error:
-            raise StrangeText("another program") from error
+            raise StrangeText("another program", "", ANOTHER_KEY) from error
         if self._key is None:
             if is_sealed(found):
-                raise StrangeText("a process with a key, and this process has none")
+                raise StrangeText("a process with a key, and this process has none", found, NO_KEY)
             return found
         if (text := self._key.open(f"{self._place}/{name}", found)) is None:
-            sealed = "a process with another key, or of another job, run or meeting"
-            raise StrangeText(sealed if is_sealed(found) else "a process without a key")
+            if is_sealed(found):
+                raise StrangeText("a process with another key, or of another job, run or meeting", found, ANOTHER_KEY)
+            raise StrangeText("a process without a key", found, A_KEY)
         return text

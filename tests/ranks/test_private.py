@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import gradwire as hvd
 from gradwire.bench.hosts import Cluster, HostsError, check_machine, plan_ranks
 from gradwire.collectives import Communicator
 from gradwire.collectives.control.key import Key
-from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide_rows
+from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, wide_rows
 from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.exact import contribution, reduced
@@ -25,6 +26,8 @@ from tests.ranks.training import on_ranks
 
 DEADLINE_S = 60.0
 WINDOW_BYTES = 16
+#: A deadline that no test waits for.
+LONG_S = 1000.0
 #: What the names of a meeting and its token are in these jobs.
 NAME, TOKEN = "a-name-of-the-meeting", "a-token-of-the-meeting-which-is-secret"
 ARGUMENT = "--an-argument-of-the-command-that-nobody-else-is-to-read"
@@ -191,6 +194,41 @@ def assert_encrypted() -> None:
     for group in (None, dist.new_group(backend="gradwire")):
         with Communicator(group, timeout_s=EXCHANGE_TIMEOUT_S, link="tcp") as communicator:
             assert any("encrypted TCP" in route for route in communicator.routes)
+
+
+def who_differ(keys: list[str], port: int) -> list[tuple[int, ...]]:
+    """Return whom the errors name when ranks meet: first those of a process group, then those of init()."""
+    rank = dist.get_rank()
+    os.environ.pop("GRADWIRE_KEY_FILE", None)
+    if keys[rank]:
+        os.environ["GRADWIRE_KEY_FILE"] = keys[rank]
+    place = {"RANK": str(rank), "WORLD_SIZE": str(len(keys)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    named: list[tuple[int, ...]] = []
+    for meet in (Communicator, hvd.init):
+        with pytest.raises(hvd.CollectiveError) as caught:
+            meet(timeout_s=LONG_S)
+        assert type(caught.value) is hvd.CollectiveError  # no deadline has passed, and no rank is lost
+        named.append(caught.value.ranks)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ |= place | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": str(port)}
+    return named
+
+
+@pytest.mark.parametrize(
+    ("keys", "odd"),
+    [(("key", "key", ""), 2), (("", "key", "key"), 0), (("key", "another", "key"), 1), (("", "key", ""), 1)],
+    ids=["no key", "rank 0 has no key", "another key", "others have no key"],
+)
+def test_all_ranks_learn_soon_whose_key_differs(
+    failing_world: Callable[[int], World], tmp_path: Path, keys: tuple[str, ...], odd: int
+) -> None:
+    for name in {*keys} - {""}:
+        Key.made().write(tmp_path / name)
+    world = failing_world(len(keys))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for named in world.run(who_differ, [key and str(tmp_path / key) for key in keys], store.port):
+        assert all(odd in ranks for ranks in named), named
 
 
 @pytest.mark.parametrize("function", [with_a_key_too_late, with_a_key_of_init])

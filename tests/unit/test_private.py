@@ -1,6 +1,7 @@
 """Connections with a key, and who cannot make, read or change one. The relays and strangers of these tests have no key."""
 
 import ctypes
+import hashlib
 import os
 import secrets
 import socket
@@ -289,22 +290,23 @@ def test_news_that_are_changed_on_the_way_end_the_job_and_name_both_ranks(size: 
 
 
 @pytest.mark.parametrize(
-    ("key", "place"),
-    [(None, ""), (Key.made(), ""), (KEY, "another job")],
-    ids=["no key", "another key", "of another job"],
+    ("keys", "place"),
+    [((KEY, None), ""), ((None, KEY), ""), ((KEY, Key.made()), ""), ((KEY, KEY), "another job")],
+    ids=["no key", "a key", "another key", "of another job"],
 )
-def test_ranks_with_different_keys_or_of_different_jobs_do_not_meet(key: Key | None, place: str) -> None:
-    """The rank that comes last says why at once, and the first one waits until its deadline."""
-    store = HashStore()
+def test_ranks_with_different_keys_or_of_different_jobs_do_not_meet(keys: tuple[Key | None, ...], place: str) -> None:
+    """Both say so at once. A rank of another job does not end this one, whose ranks wait until their deadline."""
+    store, of_first = HashStore(), time.monotonic() + (0.5 if place else 10 * DEADLINE_S)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(rendezvous, store, 2, card_of(0), time.monotonic() + 0.5, coordinator_rank=0, key=KEY)
+        first = pool.submit(rendezvous, store, 2, card_of(0), of_first, coordinator_rank=0, key=keys[0])
         with pytest.raises(LinkError) as caught:
-            rendezvous(store, 2, card_of(1), time.monotonic() + DEADLINE_S, coordinator_rank=0, key=key, place=place)
-        assert not caught.value.timed_out
-        assert "GRADWIRE_KEY_FILE" in str(caught.value)
-        with pytest.raises(LinkError) as late:
+            rendezvous(
+                store, 2, card_of(1), time.monotonic() + DEADLINE_S, coordinator_rank=0, key=keys[1], place=place
+            )
+        assert (caught.value.awaited, caught.value.timed_out) == ({0, 1}, False)
+        with pytest.raises(LinkError) as told:
             first.result(DEADLINE_S)
-        assert late.value.awaited == {1}
+        assert (told.value.awaited, told.value.timed_out) == (({1}, True) if place else ({0, 1}, False))
 
 
 def test_who_reads_and_writes_the_store_learns_nothing_and_the_job_goes_on() -> None:
@@ -323,6 +325,7 @@ def test_who_reads_and_writes_the_store_learns_nothing_and_the_job_goes_on() -> 
             with suppress(OSError):
                 assert len(stranger.recv(1 << 12, socket.MSG_WAITALL)) <= HELLO_BYTES + PROOF_BYTES
         store.set(f"failure/{place.key}", '{"ranks": [1], "why": "a stranger", "ended": true, "timed_out": false}')
+        store.set(f"refused/{hashlib.sha256(b'/hub/' + note.encode()).hexdigest()}", '[1, "is a stranger"]')
         second = pool.submit(
             rendezvous, store, 2, card_of(1), time.monotonic() + DEADLINE_S, coordinator_rank=0, key=KEY
         )
