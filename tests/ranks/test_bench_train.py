@@ -82,7 +82,7 @@ def test_a_killed_run_with_error_feedback_continues_bit_for_bit(
     killed.mkdir()
     for other in others:
         other.write_text("of the user, or of an earlier version")
-    flags = ["--compression=powersgd", "--checkpoint-every=3", "--steps=200", "--resume"]
+    flags = ["--compression=powersgd", "--checkpoint-every=3", "--steps=40", "--resume"]
     world = failing_world(2)
     world.start(trained, killed, text, *flags)
     deadline = time.monotonic() + DEADLINE_S

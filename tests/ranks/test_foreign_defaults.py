@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from gradwire.collectives import Communicator
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.trainer.reducer.compression import NAMES
+from tests.harness import wide
 from tests.ranks import forms
 from tests.ranks.test_growth import MAKERS, Make
 from tests.ranks.training import copies, on_ranks
@@ -267,11 +269,11 @@ def differences(one: Any, other: Any, name: str) -> Iterator[str]:
 PARTS = (verbs, backend, horovod, training, keys, embeddings, ddp, elastic)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, *wide(torch.float64)])
 @on_ranks(2)
-def test_defaults_of_torch_change_nothing() -> None:
+def test_defaults_of_torch_change_nothing(dtype: torch.dtype) -> None:
     for part in PARTS:
         wanted = part()
-        for dtype in (torch.float64, torch.float16):
-            with defaults(dtype):
-                found = part()
-            assert not list(differences(wanted, found, f"{part.__name__} under {dtype}"))
+        with defaults(dtype):
+            found = part()
+        assert not list(differences(wanted, found, f"{part.__name__} under {dtype}"))

@@ -18,6 +18,7 @@ import torch
 import gradwire as hvd
 from gradwire.trainer.horovod.run import run as horovod_run
 from tests.harness import Worlds, wide
+from tests.interpreter import python
 
 PROGRAMS = Path(__file__).parent / "horovod_programs"
 
@@ -76,6 +77,7 @@ def interrupt(caller: int) -> None:
 
 def test_horovods_run_returns_what_each_rank_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {"args": (0.5,), "kwargs": {"of": "horovod.torch"}}
+    monkeypatch.setattr(sys, "executable", python())
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
-from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide_rows
 from tests.ranks.training import assert_equal, copies, in_world
 from tests.simulated_gpu import asynchronous, check, install, reports
 
@@ -193,7 +193,18 @@ def test_trains_as_on_the_cpu(gpus: Worlds, way: str, request: pytest.FixtureReq
         assert_equal(found, same)
 
 
-@pytest.mark.parametrize("way", ["dense", "int8", "powersgd", "sharded", "next forward"])
+ON_TWO_DEVICES = ("dense", "int8", "powersgd", "sharded", "next forward")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "way"),
+    [
+        *(("nccl", way) for way in ON_TWO_DEVICES),
+        ("host", "int8"),
+        *wide_rows(*(("host", way) for way in ON_TWO_DEVICES if way != "int8")),
+    ],
+    indirect=["gpus"],
+)
 def test_trains_on_two_devices(gpus: Worlds, way: str) -> None:
     world = gpus(2)
     expected = world.run(trained, way, "cpu")

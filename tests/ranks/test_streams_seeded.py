@@ -149,6 +149,8 @@ def blocks(own: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, deadline: self.work.wait()
 
 
+#: How the names of rows end that have the seed of another row, over the host.
+ALIKE = ", host"
 #: What is wrong, how CUDA tensors travel, what runs, and what makes it wrong.
 SEEDS: list[tuple[str, str, Callable[[], None], Seed]] = [
     # The engine
@@ -233,7 +235,11 @@ def found_in(name: str) -> list[str]:
     return found(*next((path, seed) for each, _, path, seed in SEEDS if each == name))
 
 
-@pytest.mark.parametrize(("gpus", "name"), [(how, name) for name, how, _, _ in SEEDS], indirect=["gpus"])
+@pytest.mark.parametrize(
+    ("gpus", "name"),
+    [pytest.param(how, name, marks=[pytest.mark.wide] if name.endswith(ALIKE) else []) for name, how, _, _ in SEEDS],
+    indirect=["gpus"],
+)
 def test_is_found(gpus: Worlds, name: str) -> None:
     assert all(gpus(2).run(found_in, name))
 

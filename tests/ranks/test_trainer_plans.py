@@ -206,7 +206,7 @@ def test_trials_go_on_if_steps_are_left_out() -> None:
 @on_ranks(2)
 def test_trials_go_on_with_a_closure_that_is_called_several_times() -> None:
     net = network()
-    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters(), lr=0.01, max_iter=4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters(), lr=0.01, max_iter=4, history_size=2))
 
     def closure() -> Tensor:
         optimizer.zero_grad()
