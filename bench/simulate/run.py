@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--samples-per-s", type=partial(number_from, 1e-9), help="speed of one rank alone, forward and backward")
     add("--exchange", choices=EXCHANGES, default="buckets", help="how gradients are grouped (buckets)")
     add("--algorithm", default="auto", help=f"auto, {', '.join(SHIFTED)}; with --codec also two_shot, one_shot")
-    add("--codec", choices=tuple(CODECS), help="codec of gradients; its speed is measured here")
+    add("--codec", choices=tuple(CODECS), default="none", help="codec of gradients, as fast as on this CPU (none)")
     add("--every", type=positive, default=1, help="local updates: steps between two averages (1)")
     add("--servers", type=positive, default=0, help="number of parameter servers, each on its own host")
     add("--quorum", type=positive, help="number of workers whose gradients make an update (all)")
@@ -98,7 +98,7 @@ def _scenario(flags: argparse.Namespace) -> Scenario:
     device = known or Device(flags.batch, flags.samples_per_s, "given")
     if flags.batch or flags.samples_per_s:
         device = Device(flags.batch or device.batch, flags.samples_per_s or device.samples_per_s, "given")
-    codec = CODECS[flags.codec]() if flags.codec else None
+    codec = None if flags.codec == "none" else CODECS[flags.codec]()
     made: dict[str, Any] = {"device": device, "network": _network(flags, codec), "codec": codec}
     given = {field.name: getattr(flags, field.name) for field in fields(Scenario) if field.name not in made}
     return Scenario(**given, **made)
@@ -186,6 +186,9 @@ def main(arguments: Sequence[str]) -> int:
             f"# {flags.model}: {scenario.device.batch} samples a rank at {scenario.device.samples_per_s:g}/s by itself"
         )
         console.print(f"#   from: {scenario.device.source}")
+        if scenario.codec is not None:
+            unless = f", unless {flags.tuned} has it" if flags.tuned else ""
+            console.print(f"#   speed of {scenario.codec.name}: measured on this machine's CPU{unless}")
         console.print(_points(points))
     write_json(flags.json, meta, rows)
     if flags.plot:

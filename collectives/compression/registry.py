@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from gradwire.collectives.compression.codec import Codec, MatrixCodec, Raw
@@ -51,7 +52,7 @@ def register_codec(codec: _Registered) -> _Registered:
 def find_codec(codec: str | Codec | MatrixCodec) -> Codec | MatrixCodec:
     """Return the codec of a name, with its defaults; return a codec unchanged.
 
-    Raises ValueError, which lists the names, for anything else.
+    Raises ValueError, which lists the names and says which one is near, for anything else.
     """
     if isinstance(codec, (Codec, MatrixCodec)):
         return codec
@@ -59,7 +60,8 @@ def find_codec(codec: str | Codec | MatrixCodec) -> Codec | MatrixCodec:
     if not isinstance(codec, str):
         raise ValueError(f"a codec or its name ({', '.join(known)}) is needed, not {codec!r}")
     if codec not in known:
-        raise ValueError(f"no codec is called {codec!r}; known are {', '.join(known)}")
+        meant = "".join(f" (did you mean {name!r}?)" for name in get_close_matches(codec.lower(), known, n=1))
+        raise ValueError(f"no codec is called {codec!r}{meant}; known are {', '.join(known)}")
     return known[codec]()
 
 

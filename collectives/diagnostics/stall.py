@@ -36,7 +36,7 @@ _ANSWER_S = 3.0
 #: The maximum number of ranks that a warning names.
 _MOST_RANKS = 16
 
-_UNEVEN = " (if the ranks have different numbers of batches: join())"
+_UNEVEN = " (only some ranks make one of the two calls, or they have different numbers of batches: join())"
 
 _SILENT = "does not answer: it is stopped, native code holds its interpreter's lock, or its host cannot be reached"
 

@@ -134,3 +134,14 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     servers = ["--servers", "1", "--groups", "6", "--steps", "1"]  # only numbers that can be divided into the groups
     assert run.main(["--ranks", "12", *servers, "-J", str(tmp_path / "x.json")]) == 0
     assert [row["ranks"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == [1, 2, 4, 12]
+
+
+def test_none_is_no_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what is said of the speed of a codec is said only if there is one."""
+    rows, printed = [], []
+    for flags in ([], ["--codec", "none"], ["--codec", "int8"]):
+        assert run.main(["--ranks", "4", *flags, "-J", str(tmp_path / "x.json")]) == 0
+        rows.append(json.loads((tmp_path / "x.json").read_text())["rows"])
+        printed.append(capsys.readouterr().out)
+    assert rows[0] == rows[1] != rows[2]
+    assert ["CPU" in each for each in printed] == [False, False, True]

@@ -45,8 +45,11 @@ def test_codecs_by_name() -> None:
     assert all(make_codec(name).name == name for name in CODECS)
     codec = Int8(block=128)
     assert make_codec(codec) is codec
-    with pytest.raises(ValueError, match=r"int9.*none, fp16.*powersgd"):
-        make_codec("int9")
+    with pytest.raises(ValueError, match=r"'zip'; known are none, fp16.*powersgd"):
+        make_codec("zip")
+    for near in ("int-8", "Int8", "in8"):
+        with pytest.raises(ValueError, match=rf"{near}.*did you mean 'int8'\?.*none, fp16.*powersgd"):
+            make_codec(near)
     with pytest.raises(ValueError, match="matrices"):
         make_codec("powersgd")
 
