@@ -10,6 +10,7 @@ import gradwire  # noqa: F401  # which defines every error
 from gradwire.collectives.control.build import OtherBuild
 from gradwire.collectives.control.client import TurnedAway
 from gradwire.collectives.control.paths import LargePacketsLost
+from gradwire.collectives.control.texts import ANOTHER_KEY, StrangeText
 from gradwire.collectives.engine.failure_monitor import OverdueError
 from gradwire.collectives.errors import (
     CollectiveError,
@@ -66,6 +67,7 @@ MADE: dict[type[BaseException], Callable[[], BaseException]] = {
     LinkError: lambda: of_link(LinkError),
     ForgedMessage: lambda: ForgedMessage(1, 0),
     LargePacketsLost: lambda: of_link(LargePacketsLost),
+    StrangeText: lambda: StrangeText("another program", "", ANOTHER_KEY),
     TurnedAway: lambda: TurnedAway(1, "no such rank", again=True),
 }
 
