@@ -88,13 +88,16 @@ class Attempt:
         rank: int,
         global_ranks: tuple[int, ...],
         meetings: Meetings | None = None,
+        *,
+        beside_gloo: bool = False,
     ) -> None:
         """store: only these ranks use names that begin with `name`. rank: this rank's place in global_ranks. meetings: in which
-        the ranks may have met."""
+        the ranks may have met. beside_gloo: whether the script exchanges tensors of these ranks by gloo, too."""
         self._store, self._name = store, name
         self._rank, self._global_ranks = rank, global_ranks
         self._keepers = keepers_among(global_ranks)
         self._meetings = meetings
+        self._beside_gloo = beside_gloo
         self._numbered: tuple[Store, str] | None = None
 
     @classmethod
@@ -108,14 +111,16 @@ class Attempt:
             )
         ranks = tuple(dist.get_process_group_ranks(group))
         name = f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        return cls(default_store(), name, group.rank(), ranks, Meetings.of_default_group())
+        beside_gloo = ":gloo" in dist.get_backend_config(group)
+        return cls(default_store(), name, group.rank(), ranks, Meetings.of_default_group(), beside_gloo=beside_gloo)
 
     def meet(self, device_types: tuple[str, ...], host: str, timeout_s: float) -> Membership:
         """Return the Membership of the ranks. A collective call on these ranks. The caller closes it, unless it is kept in
         meetings.
 
         device_types: see Membership. host: a name that is the same on all ranks of a host. Raises CollectiveError if the ranks do
-        not connect within timeout_s seconds; ValueError if the key cannot be read, or the ranks have met without it.
+        not connect within timeout_s seconds; ValueError if the key cannot be read, if the ranks have met without it, and, on all
+        ranks, if there is a key and gloo would carry tensors between their hosts.
         """
         size = len(self._global_ranks)
         if size == 1:
@@ -125,6 +130,7 @@ class Attempt:
                 raise ValueError(
                     f"rank {self._rank}: these ranks have met without the key: set {KEY_FILE} from the start"
                 )
+            self._refuse_gloo(met)
             return replace(met, device_types=device_types, host=host)
         deadline = time.monotonic() + timeout_s
         with coming_together(self._rank, timeout_s):
@@ -141,7 +147,15 @@ class Attempt:
         made = membership_from(monitor, store, device_types, self._global_ranks)
         if self._meetings is not None:
             self._meetings.keep(made)
+        self._refuse_gloo(made)
         return made
+
+    def _refuse_gloo(self, met: Membership) -> None:
+        if self._beside_gloo and met.is_private and len(met.hosts) > 1:
+            raise ValueError(
+                f"rank {self._rank}: the process group uses gloo between {len(met.hosts)} hosts. {met.why_no_gloo}: use "
+                'init_process_group("gradwire"), which encrypts all that torch and DDP send of tensors on the CPU'
+            )
 
     def withdraw(self, error: Exception) -> None:
         """Report to the other ranks that this rank has failed, so that they need not wait, and count the attempt as they do. Not

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as hvd
 from gradwire.bench.hosts import Cluster, HostsError, check_machine, plan_ranks
@@ -21,7 +22,7 @@ from gradwire.collectives.control.key import Key
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, wide_rows
 from tests.interpreter import python
 from tests.pages import ROOT
-from tests.ranks.exact import contribution, reduced
+from tests.ranks.exact import contribution, on_host, reduced
 from tests.ranks.training import on_ranks
 
 DEADLINE_S = 60.0
@@ -190,6 +191,21 @@ def with_a_key_of_init(path: str, another: str) -> None:
         hvd.init(key_file=another)
 
 
+def beside_gloo_between_hosts(path: str, _: str) -> None:
+    """All that connects ranks refuses the group over which DDP and the script would send in clear, on all of them."""
+    os.environ["GRADWIRE_KEY_FILE"] = path
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    model.register_comm_hook(None, hvd.ddp_comm_hook("int8"))
+    with on_host(f"host {dist.get_rank()}"):
+        for connect in (lambda: model(torch.ones(2)).sum().backward(), made, hvd.init):
+            with pytest.raises(ValueError, match=r'gloo between 2 hosts.*init_process_group\("gradwire"\)'):
+                connect()
+        group = dist.new_group(backend="gradwire")
+        with Communicator(group, timeout_s=EXCHANGE_TIMEOUT_S) as communicator:
+            assert any("encrypted TCP" in route for route in communicator.routes)
+    assert not hvd.is_initialized()
+
+
 def assert_encrypted() -> None:
     for group in (None, dist.new_group(backend="gradwire")):
         with Communicator(group, timeout_s=EXCHANGE_TIMEOUT_S, link="tcp") as communicator:
@@ -231,7 +247,7 @@ def test_all_ranks_learn_soon_whose_key_differs(
         assert all(odd in ranks for ranks in named), named
 
 
-@pytest.mark.parametrize("function", [with_a_key_too_late, with_a_key_of_init])
+@pytest.mark.parametrize("function", [with_a_key_too_late, with_a_key_of_init, beside_gloo_between_hosts])
 def test_a_process_has_one_key(ranks: Worlds, tmp_path: Path, function: Callable[[str, str], None]) -> None:
     paths = [tmp_path / "key", tmp_path / "another"]
     for path in paths:
