@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradwire import ddp_comm_hook
+from gradwire import ErrorFeedback, ddp_comm_hook
 
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
@@ -21,7 +21,7 @@ inputs = torch.randn(512, 64)
 loader = DataLoader(TensorDataset(inputs, inputs.roll(1, 1)), batch_size=16, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-hook = ddp_comm_hook("onebit")
+hook = ddp_comm_hook(ErrorFeedback("int4"))
 model.register_comm_hook(None, hook)
 
 

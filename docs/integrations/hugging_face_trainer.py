@@ -1,6 +1,8 @@
 """Compresses the gradients of a Hugging Face Trainer, and continues exactly from its checkpoints.
 
 torchrun --nproc-per-node 2 hugging_face_trainer.py --output_dir out [--resume_from_checkpoint out/checkpoint-6]
+
+On GPUs, leave out use_cpu and ddp_backend for NCCL; for compression="auto", set ddp_backend="cpu:gloo,cuda:nccl".
 """
 
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
-from gradwire import ddp_comm_hook
+from gradwire import ErrorFeedback, ddp_comm_hook
 
 
 class CompressedExchange(TrainerCallback):
@@ -21,19 +23,21 @@ class CompressedExchange(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.model_wrapped.register_comm_hook(None, self.hook)
-        if args.resume_from_checkpoint:
-            self.hook.load_state_dict(torch.load(self.file(Path(args.resume_from_checkpoint)), weights_only=True))
+        if state.global_step:  # Trainer has loaded a checkpoint: from output_dir, if the arguments name none
+            file = self.file(args, state, args.resume_from_checkpoint)
+            self.hook.load_state_dict(torch.load(file, weights_only=True))
 
     def on_save(self, args, state, control, **kwargs):
-        torch.save(self.hook.state_dict(), self.file(Path(args.output_dir, f"checkpoint-{state.global_step}")))
+        torch.save(self.hook.state_dict(), self.file(args, state))
 
     def on_train_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             print(self.hook.stats)
+        self.hook.close()
 
-    def file(self, folder):
-        """Return the file of this rank: the residuals of error feedback differ from rank to rank."""
-        return folder / f"gradwire.rank{dist.get_rank()}.pt"
+    def file(self, args, state, folder=None):
+        """Return the file of this rank in a checkpoint: the residuals of error feedback differ from rank to rank."""
+        return Path(folder or f"{args.output_dir}/checkpoint-{state.global_step}", f"gradwire.rank{dist.get_rank()}.pt")
 
 
 # Defaults for this example; flags on the command line replace them.
@@ -48,7 +52,7 @@ texts = torch.randint(128, (256, 1)).add(torch.arange(32)).remainder(128)  # eve
 dataset = [{"input_ids": text, "labels": text} for text in texts]
 
 trainer = Trainer(model=model, args=arguments, train_dataset=dataset)
-callback = CompressedExchange(trainer, "onebit")
+callback = CompressedExchange(trainer, ErrorFeedback("int4"))
 trainer.add_callback(callback)
 trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
 hook = callback.hook

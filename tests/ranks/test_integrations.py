@@ -161,15 +161,22 @@ def test_accelerate_saves_what_each_rank_owes(tmp_path: Path) -> None:
 
 @needs("transformers")
 @needs("accelerate")
-@pytest.mark.timeout(2 * DEADLINE_S + 20)
+@pytest.mark.timeout(3 * DEADLINE_S + 20)
 def test_hugging_face_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
-    out = str(tmp_path / "straight")
-    straight = run("hugging_face_trainer.py", tmp_path / "a", "--output_dir", out)
+    """From the checkpoint that the arguments name, and, by True, from the last one."""
+    script, out = "hugging_face_trainer.py", tmp_path / "straight"
+    straight = run(script, tmp_path / "a", "--output_dir", str(out))
     assert_compressed_and_alike(straight, exchanges=12)
     again = ["--output_dir", str(tmp_path / "resumed"), "--resume_from_checkpoint", f"{out}/checkpoint-6"]
-    resumed = run("hugging_face_trainer.py", tmp_path / "b", *again)
-    assert_compressed_and_alike(resumed, exchanges=6)
-    assert resumed[0]["weights"].equal(straight[0]["weights"])
+    named = run(script, tmp_path / "b", *again)
+    (out / "checkpoint-12").rename(out / "end")
+    text = (FOLDER / script).read_text()
+    assert text.count("=arguments.resume_from_checkpoint") == 1
+    (tmp_path / script).write_text(text.replace("=arguments.resume_from_checkpoint", "=True"))
+    last = run(str(tmp_path / script), tmp_path / "c", "--output_dir", str(out))
+    for resumed in (named, last):
+        assert_compressed_and_alike(resumed, exchanges=6)
+        assert resumed[0]["weights"].equal(straight[0]["weights"])
 
 
 @pytest.mark.parametrize(
