@@ -258,7 +258,7 @@ class CompressionHook:
     @property
     def exchange_plan(self) -> str | None:
         """Return when buckets are exchanged, "beside backward()" or "after backward()", once that stays; None while it is
-        tried."""
+        tried, and always with PowerSGD and on GPUs, where nothing is tried."""
         return self._trials.plan if self._trials is not None and self._trials.settled else None
 
     def state_dict(self) -> dict[str, Any]:
