@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.control.asking import Asking
-from gradwire.collectives.control.key import key_of_process
+from gradwire.collectives.control.key import UnusableKey, key_of_process
 from gradwire.collectives.control.membership import (
     Membership,
     coming_together,
@@ -124,6 +124,7 @@ class Attempt:
         """
         size = len(self._global_ranks)
         if size == 1:
+            key_of_process()  # what cannot be used is an error also where nothing is to be encrypted
             return Membership.alone(device_types, self._global_ranks)
         if (met := self._met()) is not None:
             if key_of_process() is not None and not met.is_private:
@@ -166,8 +167,11 @@ class Attempt:
             met.withdraw(error)
             return
         deadline = time.monotonic() + _WITHDRAW_S
-        with suppress(LinkError, RuntimeError, ValueError):  # ValueError: no process can read what this one would leave
-            key = key_of_process()
+        with suppress(LinkError, RuntimeError):
+            try:
+                key = key_of_process()
+            except UnusableKey as unusable:  # no process could read what this one would leave
+                key, error = None, unusable
             store, place = self._count(deadline)
             withdraw_from(store, error, self._rank, self._keepers, deadline, key, place)
 

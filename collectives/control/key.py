@@ -11,7 +11,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gradwire.collectives.control.libcrypto import Cipher
+from gradwire.collectives.control.libcrypto import Cipher, NoLibcrypto, libcrypto
 from gradwire.collectives.environment import KEY_FILE
 from gradwire.collectives.kernels.layout import KEY_BYTES, MAC_BYTES
 
@@ -21,6 +21,10 @@ _FILE_MODE = 0o600
 _CONTENT = re.compile(rf"([0-9a-fA-F]{{{2 * KEY_BYTES}}})(?:\r?\n)?")
 #: How the texts of Key.seal() begin.
 SEALED = "gradwire-sealed"
+
+
+class UnusableKey(ValueError):
+    """A process is to have a key, and cannot read its file, or encrypt anything with it."""
 
 
 def hkdf(secret: bytes, salt: bytes, *purposes: bytes) -> list[bytes]:
@@ -42,7 +46,7 @@ class Key:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Key:
-        """Return the key in a file. Raises ValueError, without any of its content, for a file that cannot be read, that other
+        """Return the key in a file. Raises UnusableKey, without any of its content, for a file that cannot be read, that other
         users can read or write, or that has no key."""
         try:
             # O_NONBLOCK does not wait for the writer of a FIFO.
@@ -50,19 +54,19 @@ class Key:
             with open(descriptor, encoding="ascii", errors="replace", newline="") as file:
                 found = os.fstat(file.fileno())
                 if not stat.S_ISREG(found.st_mode):
-                    raise ValueError(f"the key file {path} must be a regular file")
+                    raise UnusableKey(f"the key file {path} must be a regular file")
                 if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid not in (os.geteuid(), 0):
                     mode = f"its mode is {stat.S_IMODE(found.st_mode):04o} and its owner {found.st_uid}"
-                    raise ValueError(
+                    raise UnusableKey(
                         f"the key file {path} must be private to its owner, this user: {mode}; chmod 600 it"
                     )
                 text = file.read(2 * KEY_BYTES + 3)  # one more than are allowed
         except OSError as error:
-            raise ValueError(
+            raise UnusableKey(
                 f"cannot read the key file {path}: {error.strerror}. `gradwire keygen` makes one"
-            ) from error
+            ) from None
         if (digits := _CONTENT.fullmatch(text)) is None:
-            raise ValueError(
+            raise UnusableKey(
                 f"the key file {path} must hold {2 * KEY_BYTES} hexadecimal digits and nothing else: `gradwire keygen` makes one"
             )
         return cls(bytes.fromhex(digits[1]))
@@ -114,29 +118,37 @@ def is_sealed(text: str) -> bool:
 
 
 class _Process:
-    """Holds the key of this process, since torch's process groups have no place for it."""
+    """Holds the key of this process, since torch's process groups have no place for it. file: that of init(), if it was given
+    one."""
 
     key: Key | None = None
+    file: str | os.PathLike[str] | None = None
 
 
 _process = _Process()
 
 
-def use_key(key: Key) -> None:
-    """Make a key that of this process, before it meets other ranks, until the process ends. Raises ValueError if it has another
-    key."""
-    if _process.key not in (None, key):
+def use_key_file(path: str | os.PathLike[str]) -> None:
+    """Let key_of_process() return the key in a file, until the process ends. The first meeting reads it, so that the other ranks
+    learn whether this one can. Raises ValueError if the process has another key."""
+    if _process.key is not None and _process.key != Key.read(path):
         raise ValueError(
             "this process already uses another key: a process has one key from its first meeting to its end"
         )
-    _process.key = key
+    _process.file = path
 
 
 def key_of_process() -> Key | None:
-    """Return the key of this process: that of use_key(), else that of GRADWIRE_KEY_FILE, which is kept once it
-    has been read. Every meeting of this process uses it. None without one. Raises as Key.read()."""
+    """Return the key of this process: that of use_key_file(), else that of GRADWIRE_KEY_FILE, which is kept once it
+    has been read. Every meeting of this process uses it. None without one. Raises UnusableKey, also if libcrypto is missing."""
     if _process.key is None:
-        _process.key = key_from(os.environ)
+        key = key_from(os.environ) if _process.file is None else Key.read(_process.file)
+        if key is not None:
+            try:
+                libcrypto()
+            except NoLibcrypto as error:
+                raise UnusableKey(str(error)) from None
+        _process.key = key
     return _process.key
 
 

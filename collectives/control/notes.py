@@ -17,7 +17,7 @@ from gradwire.collectives.control.build import build
 from gradwire.collectives.control.channel import Failure
 from gradwire.collectives.control.coordinator import Card
 from gradwire.collectives.control.key import SEALED
-from gradwire.collectives.control.texts import A_KEY, ANOTHER_KEY, NO_KEY, StrangeText, Texts
+from gradwire.collectives.control.texts import A_KEY, ANOTHER_KEY, NO_KEY, UNUSABLE_KEY, StrangeText, Texts
 from gradwire.collectives.environment import KEY_FILE
 from gradwire.collectives.errors import LinkError
 
@@ -81,9 +81,16 @@ class CoordinatorPlace:
 
 
 def _of_keys(rank: int, difference: str, coordinator_rank: int) -> Failure:
-    """Return the Failure of a rank whose key differs from that of the Coordinator's rank. difference: see StrangeText."""
+    """Return the Failure of a rank whose key differs from that of the Coordinator's rank. difference: see Texts.refuse()."""
+    if difference == UNUSABLE_KEY:
+        return _unusable_on(rank)
     why = _DIFFERENCES[difference].format(rank, coordinator_rank)
     return Failure(tuple(sorted({rank, coordinator_rank})), f"{why}: set {KEY_FILE} to the same key everywhere")
+
+
+def _unusable_on(rank: int) -> Failure:
+    """Return the Failure of a rank that cannot use its key."""
+    return Failure((rank,), f"rank {rank} cannot use its key: its own error says why")
 
 
 class Notes:
@@ -114,17 +121,17 @@ class Notes:
     def failure(self, place: CoordinatorPlace) -> Failure | None:
         """Return the first failure of a rank that did not come to the Coordinator at the place that this rank has found; None
         without one."""
-        return self._failure(f"failure/{place.key}") or self.refusal(place)
+        return self._failure(f"failure/{place.key}") or self._refusal_of(place)
 
     def refusal(self, place: CoordinatorPlace) -> Failure | None:
-        """Return the failure of a rank that could not read the place that this rank has found, because of its key; None without
-        one. Anyone who can write to the store can write it."""
-        refusal = self._ask(lambda: self._texts.refusal(_KEY))
-        return None if refusal is None else _of_keys(refusal[0], refusal[1], place.rank)
+        """Return the failure of a rank that could not read the place that this rank has found, or would find none, because of its
+        key; None without one. Anyone who can write to the store can write it."""
+        return self._refusal_of(place) or self._unusable()
 
     def failure_without_coordinator(self) -> Failure | None:
-        """Return the first failure of a rank that found no Coordinator in this attempt; None without one."""
-        return self._failure(self._missed)
+        """Return the first failure of a rank that found no Coordinator in this attempt; None without one. Anyone who can write
+        to the store can write that a rank cannot use its key."""
+        return self._failure(self._missed) or self._unusable()
 
     def leave(self, failure: Failure, found: CoordinatorPlace | None) -> None:
         """Write why this rank has failed. found: the Coordinator that it has found; None for a rank that looked for one."""
@@ -133,6 +140,12 @@ class Notes:
             found = self.coordinator()
         if found is not None:
             self._write(f"failure/{found.key}", failure)
+
+    def refuse(self) -> None:
+        """Write that this rank cannot use its key, so that it can read and leave() nothing."""
+        self._ask(lambda: self._texts.refuse(self._missed, UNUSABLE_KEY))  # first, as in leave()
+        if self._ask(lambda: self._texts.see(_KEY)):
+            self._ask(lambda: self._texts.refuse(_KEY, UNUSABLE_KEY))
 
     def _find(self, read: Callable[[], str | None]) -> Any:
         """Return the text of a Coordinator's place. Raises as coordinator()."""
@@ -143,7 +156,16 @@ class Notes:
                 raise
             difference = error.difference
             self._ask(lambda: self._texts.refuse(_KEY, difference))
-            raise _of_keys(self._texts.rank, difference, int(writer[1])).as_link_error() from error
+            raise _of_keys(self._texts.rank, difference, int(writer[1])).as_link_error() from None
+
+    def _refusal_of(self, place: CoordinatorPlace) -> Failure | None:
+        refusal = self._ask(lambda: self._texts.refusal(_KEY))
+        return None if refusal is None else _of_keys(refusal[0], refusal[1], place.rank)
+
+    def _unusable(self) -> Failure | None:
+        """Return the failure of a rank that cannot use its key, and has said so before there was a Coordinator."""
+        refusal = self._ask(lambda: self._texts.refusal(self._missed))
+        return None if refusal is None else _unusable_on(refusal[0])
 
     def _failure(self, key: str) -> Failure | None:
         try:

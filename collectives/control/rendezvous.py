@@ -20,7 +20,7 @@ from gradwire.collectives.control.client import CoordinatorClient, TurnedAway
 from gradwire.collectives.control.coordinator import Admission, Card, Coordinator
 from gradwire.collectives.control.handshake import dial
 from gradwire.collectives.control.interfaces import warn_of_slow_interfaces
-from gradwire.collectives.control.key import Key
+from gradwire.collectives.control.key import Key, UnusableKey
 from gradwire.collectives.control.monitor import TO_COORDINATOR, Monitor
 from gradwire.collectives.control.notes import CoordinatorPlace, Notes
 from gradwire.collectives.control.own_address import check_addresses, ports_of, why_not_listening
@@ -319,9 +319,14 @@ def withdraw_from(
     deadline: float,
     key: Key | None = None,
     place: str = "",
+    number: int = 1,
 ) -> None:
-    """Report to the other ranks of an attempt to arrive that a rank has failed, and why. store: used by this attempt only.
-    keepers, key, place: as in rendezvous(). If the store does not answer by the deadline, the other ranks wait until theirs."""
+    """Report to the other ranks of an attempt to arrive that a rank has failed, and why; for UnusableKey without encryption, and
+    without the reason. keepers, key, place, number: as in rendezvous(). If the store does not answer by the deadline, the other
+    ranks wait until theirs."""
     with closing(Asking(store, keepers=keepers)) as asking, suppress(LinkError):
-        notes = Notes(Texts(store, key, place, rank), partial(asking.ask, deadline=deadline))
-        notes.leave(Failure.of(error, rank), None)
+        notes = Notes(Texts(store, key, place, rank), partial(asking.ask, deadline=deadline), number=number)
+        if isinstance(error, UnusableKey):
+            notes.refuse()
+        else:
+            notes.leave(Failure.of(error, rank), None)

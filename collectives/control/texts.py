@@ -12,7 +12,7 @@ from gradwire.collectives.environment import KEY_FILE
 from gradwire.collectives.errors import LinkError
 
 #: How the key of a process that cannot read a text differs from that of the process that has written it.
-NO_KEY, A_KEY, ANOTHER_KEY = "no key", "a key", "another key"
+NO_KEY, A_KEY, ANOTHER_KEY, UNUSABLE_KEY = "no key", "a key", "another key", "an unusable key"
 
 
 class StrangeText(LinkError):
@@ -45,6 +45,13 @@ class Texts:
         another place, and the errors of the store."""
         return self._opened(name, self._store.get(name)) if self._store.check([name]) else None
 
+    def see(self, name: str) -> bool:
+        """Return whether there is a text of a name, which refuse() can then name: for a process that can read none. Raises the
+        errors of the store."""
+        if there := self._store.check([name]):
+            self._seen[name] = self._store.get(name)
+        return there
+
     def write(self, name: str, text: str) -> None:
         """Write a text, in place of an earlier one. Raises the errors of the store."""
         sealed = self._sealed(name, text)
@@ -56,13 +63,14 @@ class Texts:
         return self._opened(name, self._store.compare_set(name, "", self._sealed(name, text)))
 
     def refuse(self, name: str, difference: str) -> None:
-        """Write that this rank cannot read the text that it has found under a name: without encryption, as the process that has
-        written the text could not read it otherwise. difference: that of StrangeText. Raises the errors of the store."""
+        """Write that this rank cannot read the text that it has found under a name, or could not read one: without encryption,
+        as the process that has written the text could not read it otherwise. difference: that of StrangeText, or UNUSABLE_KEY.
+        Raises the errors of the store."""
         self._store.compare_set(self._refusal_of(name), "", json.dumps([self.rank, difference]))
 
     def refusal(self, name: str) -> tuple[int, str] | None:
-        """Return what a rank has given to refuse() for the text that this process has last written or read under a name; None if
-        none has. Anyone can write it. Raises the errors of the store."""
+        """Return what a rank has given to refuse() for the text that this process has last written or read under a name, or
+        for none, if this process has found none; None if no rank has. Anyone can write it. Raises the errors of the store."""
         refusal = self._refusal_of(name)
         if not self._store.check([refusal]):
             return None
@@ -70,12 +78,13 @@ class Texts:
             rank, difference = json.loads(self._store.get(refusal))
         except (ValueError, TypeError):  # another program has written it
             return None
-        is_one = type(rank) is int and difference in (NO_KEY, A_KEY, ANOTHER_KEY)
+        is_one = type(rank) is int and difference in (NO_KEY, A_KEY, ANOTHER_KEY, UNUSABLE_KEY)
         return (rank, difference) if is_one else None
 
     def _refusal_of(self, name: str) -> str:
         """Return the name of the refusals of a text: of this text only, also where others had its name before."""
-        return f"refused/{hashlib.sha256(f'{self._place}/{name}/'.encode() + self._seen[name]).hexdigest()}"
+        seen = self._seen.get(name, b"")
+        return f"refused/{hashlib.sha256(f'{self._place}/{name}/'.encode() + seen).hexdigest()}"
 
     def _sealed(self, name: str, text: str) -> str:
         return text if self._key is None else self._key.seal(f"{self._place}/{name}", text, self.rank)

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -213,33 +214,44 @@ def assert_encrypted() -> None:
 
 
 def who_differ(keys: list[str], port: int) -> list[tuple[int, ...]]:
-    """Return whom the errors name when ranks meet: first those of a process group, then those of init()."""
+    """Return whom the errors name when ranks meet: first those of a process group, then those of init(). A rank that cannot read
+    its key raises ValueError."""
     rank = dist.get_rank()
     os.environ.pop("GRADWIRE_KEY_FILE", None)
     if keys[rank]:
         os.environ["GRADWIRE_KEY_FILE"] = keys[rank]
     place = {"RANK": str(rank), "WORLD_SIZE": str(len(keys)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     named: list[tuple[int, ...]] = []
-    for meet in (Communicator, hvd.init):
-        with pytest.raises(hvd.CollectiveError) as caught:
+    can_read = not keys[rank] or os.access(keys[rank], os.R_OK)
+    for meet in (Communicator, partial(hvd.init, key_file=keys[rank] or None)):
+        with pytest.raises(hvd.CollectiveError if can_read else ValueError) as caught:
             meet(timeout_s=LONG_S)
-        assert type(caught.value) is hvd.CollectiveError  # no deadline has passed, and no rank is lost
-        named.append(caught.value.ranks)
+        if isinstance(caught.value, hvd.CollectiveError):
+            assert type(caught.value) is hvd.CollectiveError  # no deadline has passed, and no rank is lost
+            named.append(caught.value.ranks)
         if dist.is_initialized():
             dist.destroy_process_group()
+        os.environ.pop("GRADWIRE_KEY_FILE", None)
         os.environ |= place | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": str(port)}
     return named
 
 
 @pytest.mark.parametrize(
     ("keys", "odd"),
-    [(("key", "key", ""), 2), (("", "key", "key"), 0), (("key", "another", "key"), 1), (("", "key", ""), 1)],
-    ids=["no key", "rank 0 has no key", "another key", "others have no key"],
+    [
+        (("key", "key", ""), 2),
+        (("", "key", "key"), 0),
+        (("key", "another", "key"), 1),
+        (("", "key", ""), 1),
+        (("key", "key", "missing"), 2),
+        (("missing", "key", "key"), 0),
+    ],
+    ids=["no key", "rank 0 has no key", "another key", "others have no key", "no file", "rank 0 has no file"],
 )
 def test_all_ranks_learn_soon_whose_key_differs(
     failing_world: Callable[[int], World], tmp_path: Path, keys: tuple[str, ...], odd: int
 ) -> None:
-    for name in {*keys} - {""}:
+    for name in {*keys} - {"", "missing"}:
         Key.made().write(tmp_path / name)
     world = failing_world(len(keys))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

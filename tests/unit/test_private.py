@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+import gradwire as hvd
 from gradwire.collectives.control import private
 from gradwire.collectives.control.handshake import Arrived, Door, NotARank, dial
-from gradwire.collectives.control.key import Key, hkdf, key_from
+from gradwire.collectives.control.key import Key, UnusableKey, hkdf, key_from, key_of_process
 from gradwire.collectives.control.libcrypto import NoLibcrypto, libcrypto
 from gradwire.collectives.control.neighbour import poll_of
 from gradwire.collectives.control.notes import CoordinatorPlace
@@ -407,13 +409,23 @@ def test_an_unusable_key_file_is_refused_without_its_content(tmp_path: Path, con
         Key.read(tmp_path / "none")
 
 
+def test_a_world_of_one_process_refuses_a_key_that_it_would_not_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_KEY_FILE", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="key file"):
+        hvd.init()
+    assert not hvd.is_initialized()
+    assert not dist.is_initialized()
+
+
 def test_a_key_file_for_which_a_read_would_wait_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "key", 0o600)
     with pytest.raises(ValueError, match="regular file"):
         Key.read(tmp_path / "key")
 
 
-def test_a_key_without_libcrypto_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_without_libcrypto_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> None:
         raise OSError("no such library")
 
@@ -423,6 +435,10 @@ def test_a_key_without_libcrypto_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
             patch.setattr(ctypes, "CDLL", missing)
             with pytest.raises(NoLibcrypto, match="cannot be encrypted"):
                 KEY.seal("name", "text")
+            KEY.write(tmp_path / "key")
+            patch.setenv("GRADWIRE_KEY_FILE", str(tmp_path / "key"))
+            with pytest.raises(UnusableKey, match="cannot be encrypted"):
+                key_of_process()
     finally:
         libcrypto.cache_clear()
 

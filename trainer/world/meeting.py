@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from gradwire.collectives.control.asking import connections, shut, unblock
 from gradwire.collectives.control.attempt import Meetings
-from gradwire.collectives.control.key import key_of_process
+from gradwire.collectives.control.key import UnusableKey, key_of_process
 from gradwire.collectives.control.membership import (
     Membership,
     coming_together,
@@ -35,6 +35,7 @@ from gradwire.collectives.control.membership import (
 )
 from gradwire.collectives.control.own_address import card_of, interface_of
 from gradwire.collectives.control.rendezvous import rendezvous as meet_by
+from gradwire.collectives.control.rendezvous import withdraw_from
 from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.environment import AGENT_STORE, GLOO_INTERFACE, RUN_ID, TORCH_BACKEND
 from gradwire.collectives.errors import LinkError
@@ -50,6 +51,9 @@ _POLL_S = 0.05
 
 #: The limit of one attempt to connect to the store, and how long no process listens before the store counts as ended.
 _ATTEMPT_S, _GONE_S = 1.0, 1.0
+
+#: How long a rank that cannot use its key tries to leave a note in the store.
+_WITHDRAW_S = 5.0
 
 #: How long the ranks of a generation of an elastic job may take to arrive: all of them were waiting when it began.
 _GENERATION_S = 10.0
@@ -85,12 +89,12 @@ def meet(
     waiting, the ranks that the launcher of an elastic job counts as lost, so that neither this meeting nor a later operation
     waits for them.
 
-    Raises ValueError if the environment does not say how to find rank 0. Raises CollectiveError, at most four seconds after
-    timeout_s, that says what was found at the meeting point: PeerLost if a rank has ended, CollectiveTimeout with the ranks
-    that did not arrive. In a process of another job, the error says to which job the process has connected.
+    Raises ValueError if the environment does not say how to find rank 0, or the key cannot be used. Raises CollectiveError, at
+    most four seconds after timeout_s, that says what was found at the meeting point: PeerLost if a rank has ended,
+    CollectiveTimeout with the ranks that did not arrive. In a process of another job, the error says to which job the process has
+    connected.
     """
     address, port = meeting_point(os.environ, launch)
-    key = key_of_process()
     place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     deadline, ranks = time.monotonic() + timeout_s, tuple(range(launch.size))
     arrival_s = min(timeout_s, _GENERATION_S) if WORKER in os.environ else timeout_s
@@ -111,7 +115,13 @@ def meet(
         with _meeting_at(place):
             store, may_coordinate, number = _bounded(open_store, arrive_by + _GRACE_S, hang_up)
             coordinator_rank = 0 if launch.rank != 0 or may_coordinate else _NO_RANK
-            keepers = keepers_among(ranks)
+            keepers, texts_place = keepers_among(ranks), _place_of(os.environ)
+            try:
+                key = key_of_process()
+            except UnusableKey as error:
+                until = min(arrive_by, time.monotonic() + _WITHDRAW_S)
+                withdraw_from(store, error, launch.rank, keepers, until, place=texts_place, number=number)
+                raise
             admission = OneJob(card, place)
             monitor = meet_by(
                 store,
@@ -126,7 +136,7 @@ def meet(
                 lost=lost,
                 number=number,
                 key=key,
-                place=_place_of(os.environ),
+                place=texts_place,
             )
     membership = membership_from(monitor, store, (), ranks).opened()
     group_store = PrefixStore("torch", membership.store)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
-from gradwire.collectives.control.key import Key, key_of_process, use_key
+from gradwire.collectives.control.key import Key, key_of_process, use_key_file
 from gradwire.collectives.errors import add_rank
 from gradwire.collectives.torch_internals import HashStore
 from gradwire.trainer.world.environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
@@ -89,10 +89,10 @@ def init(
     Horovod's environment variables apply to arguments that are not given (docs/reference/environment.md). A warning of the
     logger `gradwire` on rank 0 names the variables that are used and those that are ignored.
 
-    Raises ValueError if the environment does not say how to find rank 0, and for invalid arguments and variables. Raises
-    RuntimeError in a process that was forked from a rank after its init(). Raises CollectiveError if the ranks do not find each
-    other in time; in an elastic job, TimeoutError if the launcher begins no generation with this process in time, and
-    RuntimeError if the job has ended.
+    Raises ValueError if the environment does not say how to find rank 0, for invalid arguments and variables, and for a key that
+    cannot be used, of which the other ranks learn. Raises RuntimeError in a process that was forked from a rank after its init().
+    Raises CollectiveError if the ranks do not find each other in time; in an elastic job, TimeoutError if the launcher begins no
+    generation with this process in time, and RuntimeError if the job has ended.
     """
     if _holder.world is not None:
         if not _holder.world.is_of_this_process:
@@ -108,7 +108,7 @@ def init(
         return
     settings = read_settings(os.environ).replaced(timeout_s, stall_warning_s, stall_shutdown_s)
     if key_file is not None:
-        use_key(Key.read(key_file))
+        use_key_file(key_file)
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(f'process_sets must be a list of process sets, None or "dynamic", not {process_sets!r}')
     listed = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
