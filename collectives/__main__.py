@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from gradwire.collectives.communicator import Communicator
 from gradwire.collectives.control.attempt import Attempt
-from gradwire.collectives.control.key import Key, key_of_process
+from gradwire.collectives.control.key import Key, UnusableKey, key_of_process
 from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.environment import KEY_FILE, TABLE_PREFIX, TUNING
 from gradwire.collectives.parsing import format_size
@@ -90,7 +90,7 @@ def _key() -> str:
     try:
         if key_of_process() is None:
             return f"none: connections between hosts are not encrypted, see {KEY_FILE}"
-    except ValueError as error:
+    except UnusableKey as error:
         return f"unusable: {error}"
     return "connections between hosts are encrypted"
 
@@ -132,11 +132,16 @@ def _make_key(path: Path) -> None:
     print(f"{path}: copy it to all hosts of one job, and set {KEY_FILE} there")
 
 
-def _info() -> None:
-    """Print the report of rank 0."""
+def _info() -> int:
+    """Print the report of rank 0, and return the exit status: 1 if the key cannot be used."""
     with _communicator() as communicator:
         if communicator.rank == 0:
             print(_report(communicator))
+    try:
+        key_of_process()
+    except UnusableKey:  # as the report says
+        return 1
+    return 0
 
 
 def _communicator() -> Communicator:
@@ -164,17 +169,17 @@ def main() -> None:
             )
     flags = parser.parse_args()
     try:
-        if flags.command == "info":
-            _info()
-        elif flags.command == "tune":
+        if flags.command == "tune":
             _tune(flags.out)
         elif flags.command == "keygen":
             _make_key(flags.file)
         else:
-            raise SystemExit(precompile())
+            raise SystemExit(_info() if flags.command == "info" else precompile())
     except TuningError as error:
         print(f"gradwire {flags.command}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except UnusableKey as error:  # of several ranks, which do not meet
+        raise SystemExit(f"gradwire {flags.command}: {error}") from None
 
 
 if __name__ == "__main__":

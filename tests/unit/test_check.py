@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,8 +167,8 @@ def listens(port: int) -> bool:
 
 
 @contextmanager
-def listening(port: int, found: list[Finding]) -> Iterator[None]:
-    thread = threading.Thread(target=lambda: found.extend(links.listen(port, 30)))
+def listening(port: int, found: list[Finding], key: Key | None = None) -> Iterator[None]:
+    thread = threading.Thread(target=lambda: found.extend(links.listen(port, key, 30)))
     thread.start()
     try:
         wait_until(lambda: listens(port))
@@ -180,19 +179,17 @@ def listening(port: int, found: list[Finding]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("has_key", [False, True])
-def test_links_in_both_directions(has_key: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_links_in_both_directions(has_key: bool) -> None:
     """What connects before, and says nothing, is nobody, and so is who greets without the key."""
     there: list[Finding] = []
-    if has_key:
-        Key.made().write(tmp_path / "key")
-        monkeypatch.setenv("GRADWIRE_KEY_FILE", str(tmp_path / "key"))
+    key = Key.made() if has_key else None
     port = unused_port()
-    with listening(port, there):
+    with listening(port, there, key):
         if has_key:
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(GREETING)
                 assert b"check" not in stranger.recv(1 << 12)
-        found = list(links.links("127.0.0.1", port))
+        found = list(links.links("127.0.0.1", port, key))
     assert [finding.state for finding in found] == ["ok", "ok", "note", "ok", "ok"], found
     assert found[0].what == f"to 127.0.0.1 port {port}: open"
     assert found[1].what.startswith("to 127.0.0.1: ports ")
@@ -216,7 +213,7 @@ def test_strangers_end_their_connections_only() -> None:
                     stranger.shutdown(socket.SHUT_WR)
                     while stranger.recv(1 << 12):
                         pass
-        found = list(links.links("127.0.0.1", port))
+        found = list(links.links("127.0.0.1", port, None))
     assert [finding.state for finding in found] == ["ok", "ok", "note", "ok", "ok"], found
     assert [finding.state for finding in there] == ["ok"], there
 
@@ -235,7 +232,7 @@ def test_a_stranger_that_is_dialled_is_a_finding(message: bytes, after_greeting:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        found = list(links.links("127.0.0.1", program.getsockname()[1]))
+        found = list(links.links("127.0.0.1", program.getsockname()[1], None))
         thread.join()
     assert [finding.state for finding in found] == ["ok"] * after_greeting + ["failed"], found
 
@@ -255,7 +252,7 @@ def test_blocked_ports_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     port = unused_port()
     with listening(port, []):
         monkeypatch.setattr(socket, "create_connection", connect)
-        found = list(links.links("127.0.0.1", port))
+        found = list(links.links("127.0.0.1", port, None))
     blocked = [finding for finding in found if finding.state == "failed"]
     why = "no answer within 3 s: a firewall drops it, or the host is down"
     assert [finding.what for finding in blocked] == [
@@ -268,20 +265,20 @@ def test_blocked_ports_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nobody_listens_and_nobody_comes() -> None:
     port = unused_port()
-    (found,) = links.links("127.0.0.1", port)
+    (found,) = links.links("127.0.0.1", port, None)
     assert found == Finding(
         "failed",
         f"no process listens at 127.0.0.1 port {port}",
         f"run on 127.0.0.1 first: gradwire check --listen --port {port}",
     )
-    (found,) = links.links("no host.invalid", port)
+    (found,) = links.links("no host.invalid", port, None)
     assert found.what.startswith("no host.invalid does not resolve: ")
-    (found,) = links.listen(port, 0.05)
+    (found,) = links.listen(port, None, 0.05)
     assert found.what == "within 0.05 s no host connected"
     assert found.do is not None
     assert f"gradwire check --host {socket.gethostname()} --port {port}" in found.do
     with listener() as silent:
-        (found,) = links.listen(silent.getsockname()[1], 1)
+        (found,) = links.listen(silent.getsockname()[1], None, 1)
         assert found.what.startswith("cannot listen at port ")
 
 
@@ -289,7 +286,7 @@ def test_something_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "ANSWER_S", 0.05)
     with listener() as silent:
         port = silent.getsockname()[1]
-        (found,) = links.links("127.0.0.1", port)
+        (found,) = links.links("127.0.0.1", port, None)
     assert found.state == "failed"
     assert found.what == f"127.0.0.1 port {port}: timed out"
     assert found.do == f"run there: gradwire check --listen --port {port}"
@@ -298,7 +295,7 @@ def test_something_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for state, status, last in (("note", 0, "everything that gradwire needs works"), ("failed", 1, "1 failed")):
         finding = Finding(state, "it", "mend it")  # type: ignore[arg-type]
-        monkeypatch.setattr(command, "_checks", lambda host, port, finding=finding: iter([finding]))
+        monkeypatch.setattr(command, "_checks", lambda host, port, key, finding=finding: iter([finding]))
         assert command.main([]) == status
         assert capsys.readouterr().out.splitlines()[-1] == last
     with pytest.raises(SystemExit):

@@ -316,6 +316,15 @@ def test_info_and_precompile_are_those_of_collectives(
     assert "algorithm for each message size" in capsys.readouterr().out
 
 
+def test_info_about_a_key_that_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("GRADWIRE_KEY_FILE", str(tmp_path / "none"))
+    assert main(["info"]) == 1
+    assert f"unusable: cannot read the key file {tmp_path / 'none'}" in capsys.readouterr().out
+
+
 def test_the_cause_in_the_output_of_a_launcher() -> None:
     said = ["gradwire: worker 3 on host b was killed by SIGKILL (9)", "gradwire: worker 1 ended because of that"]
     assert cause_among(["step 7", *said]) == said[0]

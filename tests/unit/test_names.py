@@ -139,7 +139,7 @@ def test_what_check_finds(looked_up: list[str], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(machine, "_NAME_S", SOON_S)
     monkeypatch.setattr(links, "ANSWER_S", SOON_S)
     monkeypatch.setattr(socket, "gethostname", lambda: "node07")
-    (to_host,) = links.links(NAME, 29500)
+    (to_host,) = links.links(NAME, 29500, None)
     found = [("node07", machine.own_name({})), (NAME, machine.interface({"MASTER_ADDR": NAME})), (NAME, to_host)]
     for name, finding in found:
         assert finding.state != "ok"

@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from gradwire.collectives.control.key import key_from
+from gradwire.collectives.control.key import Key, key_from
 from gradwire.collectives.environment import listening_ports
 from gradwire.collectives.errors import LinkError
 from gradwire.trainer.tools.check.links import links, listen
@@ -49,9 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--port must be from 1 to 65535, not {flags.port}")
     try:
         listening_ports(os.environ)  # raises ValueError before any test
-        key_from(os.environ)
+        key = key_from(os.environ)
         if flags.hosts:
-            return start_on(flags.hosts, flags.port)
+            return start_on(flags.hosts, flags.port, key)
     except (ValueError, LinkError) as error:
         parser.error(str(error))
     if flags.hosts is not None:
@@ -59,9 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(
                 "--hosts without names measures between the ranks of a launcher, and there is none: give --hosts a,b,c"
             )
-        found = all_pairs(flags.port)
+        found = all_pairs(flags.port, key)
     else:
-        found = listen(flags.port, _LISTEN_S) if flags.listen else _checks(flags.host, flags.port)
+        found = listen(flags.port, key, _LISTEN_S) if flags.listen else _checks(flags.host, flags.port, key)
     failed = 0
     for finding in found:
         print(finding, flush=True)
@@ -71,11 +71,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _checks(host: str | None, port: int) -> Iterator[Finding]:
+def _checks(host: str | None, port: int, key: Key | None) -> Iterator[Finding]:
     yield from machine(os.environ, host)
     yield from two_ranks()
     if host is not None:
-        yield from links(host, port)
+        yield from links(host, port, key)
 
 
 if __name__ == "__main__":

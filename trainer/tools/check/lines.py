@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gradwire.collectives.control.handshake import finish, handshake_of
-from gradwire.collectives.control.key import key_from
+from gradwire.collectives.control.key import Key
 from gradwire.collectives.control.paths import LargePacketsLost, check_paths
 from gradwire.collectives.control.records import Connection
 from gradwire.collectives.errors import LinkError
@@ -32,11 +31,11 @@ class JsonLines:
     """Sends and receives lines of JSON on a connection, after the greetings, with a deadline for each answer, and one for all.
     With a key, they are encrypted. Raises ConnectionError if the other side sends another greeting, or has another key."""
 
-    def __init__(self, connection: socket.socket, *, dials: bool) -> None:
+    def __init__(self, connection: socket.socket, key: Key | None, *, dials: bool) -> None:
         """dials: whether this process has made the connection, and not accepted it."""
         self._end = time.monotonic() + _GREETING_S
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket = self._met(connection, dials=dials)
+        self.socket = _met(connection, key, self._end, dials=dials)
         self._send(_GREETING)
         for each in _GREETING:
             if self._receive(1)[0] != each:
@@ -100,16 +99,6 @@ class JsonLines:
             raise ConnectionError(str(error)) from error
         return True
 
-    def _met(self, connection: socket.socket, *, dials: bool) -> Connection:
-        """Return the connection after the handshake with the key, if there is one."""
-        if (key := key_from(os.environ)) is None:
-            return connection
-        connection.setblocking(False)
-        handshake = handshake_of(connection, 0, key.of("gradwire check"), dials=dials)
-        if not finish(handshake, self._end, lambda: None) or handshake.other_build() is not None:
-            raise ConnectionError(_STRANGE_TO_KEY)
-        return handshake.connection
-
     def _send(self, data: bytes) -> None:
         self._limit()
         self.socket.sendall(data)
@@ -124,6 +113,17 @@ class JsonLines:
         if (left_s := self._end - time.monotonic()) <= 0:  # also if the other side never pauses
             raise TimeoutError("timed out")
         self.socket.settimeout(min(ANSWER_S, left_s))
+
+
+def _met(connection: socket.socket, key: Key | None, deadline: float, *, dials: bool) -> Connection:
+    """Return the connection after the handshake with the key, if there is one."""
+    if key is None:
+        return connection
+    connection.setblocking(False)
+    handshake = handshake_of(connection, 0, key.of("gradwire check"), dials=dials)
+    if not finish(handshake, deadline, lambda: None) or handshake.other_build() is not None:
+        raise ConnectionError(_STRANGE_TO_KEY)
+    return handshake.connection
 
 
 @contextmanager

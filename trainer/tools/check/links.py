@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 
 from gradwire.collectives.control.addresses import address_text, without_scope
 from gradwire.collectives.control.asking import look_up
+from gradwire.collectives.control.key import Key
 from gradwire.collectives.control.own_address import own_address
 from gradwire.collectives.control.paths import REMEDY
 from gradwire.collectives.control.ports import listen_in, listen_on
@@ -30,8 +31,8 @@ from gradwire.trainer.tools.check.machine import Finding
 _DEALT_OUT, _PINGS = MOST_PORTS - 1, 50
 
 
-def links(host: str, port: int) -> Iterator[Finding]:
-    """Test the connections to and from a host on which `gradwire check --listen` runs."""
+def links(host: str, port: int, key: Key | None) -> Iterator[Finding]:
+    """Test the connections to and from a host on which `gradwire check --listen` runs, with the same key."""
     there, command = f"{host} port {port}", f"gradwire check --listen --port {port}"
     try:
         address = look_up(host, time.monotonic() + ANSWER_S)[0]
@@ -50,7 +51,7 @@ def links(host: str, port: int) -> Iterator[Finding]:
     with connection:
         try:
             with of_strangers():
-                line = JsonLines(connection, dials=True)
+                line = JsonLines(connection, key, dials=True)
                 yield Finding("ok", f"to {there}: open")
                 yield from _both_directions(line, host, str(address), port)
                 if line.try_large_packets():
@@ -92,8 +93,8 @@ def _measured(line: JsonLines, host: str) -> Finding:
     return Finding("ok", f"{host}: {back_s * 1e6:.0f} us there and back; one connection carries {rates}")
 
 
-def listen(port: int, timeout_s: float) -> Iterator[Finding]:
-    """Take part in the test of another host, if it connects within timeout_s seconds."""
+def listen(port: int, key: Key | None, timeout_s: float) -> Iterator[Finding]:
+    """Take part in the test of another host, if it connects within timeout_s seconds, with the same key."""
     end = time.monotonic() + timeout_s
     try:
         listening = listen_on("", port)
@@ -113,7 +114,7 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
             with connection:
                 try:
                     with of_strangers():
-                        _answer(JsonLines(connection, dials=False), name)
+                        _answer(JsonLines(connection, key, dials=False), name)
                 except OSError as error:  # perhaps another program connected
                     why = f"{name} connected, but: {_text(error)}"
                 else:

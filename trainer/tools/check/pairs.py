@@ -15,7 +15,7 @@ from typing import Any
 from gradwire.collectives import Communicator
 from gradwire.collectives.control.addresses import seen_from
 from gradwire.collectives.control.interfaces import Interface, interfaces_here
-from gradwire.collectives.control.key import key_from
+from gradwire.collectives.control.key import Key
 from gradwire.collectives.control.ports import listen_in
 from gradwire.collectives.environment import listening_ports
 from gradwire.collectives.errors import CollectiveError
@@ -42,19 +42,19 @@ from gradwire.trainer.world.world import communicator_of, current_world, init, s
 _ACCEPT_S, _MEASUREMENT_S = KNOCK_S + 2.0, ALL_S + 30.0
 
 
-def start_on(names: str, port: int) -> int:
+def start_on(names: str, port: int, key: Key | None) -> int:
     """Start this test on hosts as `gradwire run` starts ranks, and return the exit status. names: the hosts, separated by commas.
     Raises ValueError and LinkError as run_job(), and ValueError if there are fewer than two hosts."""
     hosts = place(None, dict.fromkeys(parse_hosts(names), 1))
     if len(hosts) < 2:
         raise ValueError(f"--hosts {names} names one host: give at least two, separated by commas")
     command = [sys.executable, "-m", "gradwire", "check", "--port", str(port), "--hosts"]
-    return run_job(Job(command, hosts, master_port=port, key=key_from(os.environ)))
+    return run_job(Job(command, hosts, master_port=port, key=key))
 
 
-def all_pairs(meeting_port: int) -> Iterator[Finding]:
+def all_pairs(meeting_port: int, key: Key | None) -> Iterator[Finding]:
     """Test the connections between the hosts of the ranks that a launcher has started. Yield the findings on rank 0. A collective
-    call. meeting_port: the rendezvous port in the commands that start a job."""
+    call. meeting_port: the rendezvous port in the commands that start a job. key: that of init()."""
     try:
         init(timeout_s=_MEASUREMENT_S)
     except (CollectiveError, ValueError) as error:
@@ -70,7 +70,7 @@ def all_pairs(meeting_port: int) -> Iterator[Finding]:
             by_host: dict[str, SeenHost] = {}
             for host, said in communicator.allgather_record([host_id(), mine]):
                 by_host.setdefault(host, _seen(*said))
-            found = _measured([*by_host.values()], communicator, listening, meeting_port)
+            found = _measured([*by_host.values()], communicator, listening, meeting_port, key)
             if communicator.rank == 0:
                 yield from found
             else:
@@ -87,7 +87,11 @@ def _seen(rank: int, name: str, address: str, port: int, interfaces: list[Any]) 
 
 
 def _measured(
-    hosts: list[SeenHost], communicator: Communicator, listening: socket.socket, meeting_port: int
+    hosts: list[SeenHost],
+    communicator: Communicator,
+    listening: socket.socket,
+    meeting_port: int,
+    key: Key | None,
 ) -> Iterator[Finding]:
     """Measure one cable after the other, so that none takes the rate of another one. Yield the same findings on all ranks."""
     if len(hosts) < 2:
@@ -99,9 +103,9 @@ def _measured(
         first, second = (hosts[end] for end in cable.ends)
         rates: Carried | None = None
         if communicator.rank == first.rank:
-            rates = _measure(cable, second.port)
+            rates = _measure(cable, second.port, key)
         elif communicator.rank == second.rank:
-            _answer(listening)
+            _answer(listening, key)
         said = communicator.allgather_record(rates)[first.rank]
         carried[cable] = said if isinstance(said, str) else (said[0], said[1])
         if not any(each.ends == cable.ends and each not in carried for each in cables):
@@ -110,13 +114,13 @@ def _measured(
     yield from start_commands(hosts, best_interfaces(hosts, carried), meeting_port)
 
 
-def _measure(cable: Cable, port: int) -> Carried:
+def _measure(cable: Cable, port: int, key: Key | None) -> Carried:
     """Connect to the second host of a cable, and return what it carries. A cable in use is what the kernel selects."""
     own, other = cable.addresses[0], seen_from(*cable.addresses)
     source = None if cable.in_use else (own, 0)
     try:
         with socket.create_connection((other, port), KNOCK_S, source) as connection, of_strangers():
-            line = JsonLines(connection, dials=True)
+            line = JsonLines(connection, key, dials=True)
             there = line.measure_rate()
             line.echo()
             return there * 8e-6, float(line.read()) * 8e-6
@@ -124,7 +128,7 @@ def _measure(cable: Cable, port: int) -> Carried:
         return error.strerror or str(error) or type(error).__name__
 
 
-def _answer(listening: socket.socket) -> None:
+def _answer(listening: socket.socket, key: Key | None) -> None:
     """Take part in one measurement; return without one if no rank connects."""
     end = time.monotonic() + _ACCEPT_S
     with suppress(TimeoutError):
@@ -132,7 +136,7 @@ def _answer(listening: socket.socket) -> None:
             listening.settimeout(left_s)
             connection, _ = listening.accept()
             with connection, suppress(OSError), of_strangers():
-                line = JsonLines(connection, dials=False)
+                line = JsonLines(connection, key, dials=False)
                 line.echo()
                 line.write(line.measure_rate())
                 return
