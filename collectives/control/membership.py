@@ -213,7 +213,8 @@ def coming_together(
             raise _error_of(error, rank, timeout_s, operation, timed_out=timed_out) from error
         if cause is not error:
             cause.__cause__ = error
-        raise _error_of(cause, rank, timeout_s, operation, timed_out=cause.timed_out) from cause
+        # The message has the text of the LinkError.
+        raise _error_of(cause, rank, timeout_s, operation, timed_out=cause.timed_out) from cause.__cause__
     except BaseException as error:
         if channel is not None:
             channel.refuse(Failure.of(error, rank))

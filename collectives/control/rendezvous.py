@@ -181,14 +181,14 @@ class _Arrival:
             if client is not None:
                 client.close()
             if (refusal := self._refusal(place)) is not None:
-                raise refusal.as_link_error() from error
+                raise refusal.as_link_error() from None
             raise TurnedAway(place.rank, str(error), again=True) from error
         if place is not None:
             self.left.add(place.key)
             if not self.is_here and (reason := self._reason(error, place)) is not None:
                 if client is not None:
                     client.close()
-                raise reason from error
+                raise reason from None
         failure = Failure.of(error, self.card["rank"])
         if client is not None:
             # First, because the store may be slow, and this process answers no inquiry meanwhile.
