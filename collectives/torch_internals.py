@@ -145,6 +145,17 @@ def run_hook_last(tensor: torch.Tensor, handle: RemovableHandle) -> None:
     hooks[handle.id] = hooks.pop(handle.id)
 
 
+def has_accumulator(tensor: torch.Tensor) -> bool:
+    """Return whether anything, such as a graph or a DistributedDataParallel, holds the node of autograd that accumulates the
+    gradient of a leaf. Otherwise, torch makes a new one each time."""
+    _accumulator(tensor).metadata[__name__] = True
+    return _accumulator(tensor).metadata.pop(__name__, False)  # type: ignore[no-any-return]
+
+
+def _accumulator(tensor: torch.Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
 def share_hooks(wrapper: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
     """Let a wrapper use the hooks of the optimizer inside it, in place of those that torch's __init__ would make. Some optimizers
     around others do not call torch's __init__: the wrapper lacks the hooks that they lack."""

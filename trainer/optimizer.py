@@ -25,7 +25,6 @@ from gradwire.trainer.reducer.arguments import (
     check_groups,
     check_named_parameters,
     check_passes,
-    warn_of_wrapped,
 )
 from gradwire.trainer.reducer.compression import Compression, Compressor, Policy, wanted
 from gradwire.trainer.reducer.plans import ExchangePlan, check_plan
@@ -166,7 +165,6 @@ class DistributedOptimizer(WrappingOptimizer):
             raise TypeError("optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
         names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
-        warn_of_wrapped(names.values())
         given = None if named_parameters is None else names.values()
         checked = Policy(wanted(compression, allow), policy).checked(given)
         numbers = check_groups(num_groups, groups, parameters)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as hvd
 from tests.ranks.training import (
@@ -180,3 +181,33 @@ def test_two_optimizers_whose_exchanges_take_several_operations(kind: str) -> No
             optimizer.step()
         for model in models:
             assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_a_gradient_is_not_exchanged_by_ddp_too() -> None:
+    """What both exchange is wrong. A rule that exchanges no gradients, and what DDP ignores, are right."""
+    ignoring, model = perceptron(), perceptron()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["0.weight"])
+    wrapped = DistributedDataParallel(model), DistributedDataParallel(ignoring)
+    for parameters in (model.parameters(), list(ignoring.parameters())):
+        with pytest.raises(ValueError, match=f"rank {hvd.rank()}.*DistributedDataParallel"):
+            hvd.DistributedOptimizer(sgd(parameters))
+    hvd.DistributedOptimizer(sgd([ignoring[0].weight])).close()
+    local = hvd.DistributedOptimizer(sgd(model.parameters()), rule=hvd.rules.LocalUpdates(every=2))
+    take_steps(wrapped[0], local, share, range(4))
+    assert_same_on_all_ranks(model.parameters())
+    local.close()
+
+
+@on_ranks(2)
+def test_ddp_may_not_wrap_a_model_later() -> None:
+    """One that is gone before the optimizer is made exchanges nothing."""
+    model = perceptron()
+    wrapped = DistributedDataParallel(model)
+    del wrapped
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
+    wrapped = DistributedDataParallel(model)
+    wrapped(batch(0)[0]).sum().backward()
+    with pytest.raises(ValueError, match=f"rank {hvd.rank()}.*DistributedDataParallel"):
+        optimizer.step()
+    optimizer.close()

@@ -297,15 +297,6 @@ def test_a_rule_that_fails_leaves_nothing_open(
         opened[0].barrier()
 
 
-def test_the_names_of_a_wrapped_model_are_warned_of() -> None:
-    """DDP exchanges gradients, too, and what both exchange is wrong."""
-    model = torch.nn.Linear(2, 2)
-    names = [(f"module.{name}", parameter) for name, parameter in model.named_parameters()]
-    with pytest.warns(UserWarning, match="names begin with 'module.'. If the model is a DistributedDataParallel"):
-        hvd.DistributedOptimizer(sgd(model), names)
-    hvd.ddp_comm_hook("int8", names)  # for which the model must be wrapped
-
-
 class FailsToSettle:
     def settle(self) -> None:
         raise KeyError("its own")

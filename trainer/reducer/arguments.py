@@ -4,6 +4,7 @@ Errors name no rank here: the public functions that call these, which are doors,
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 from collections import Counter
@@ -11,9 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives.engine.buffers import refusal
 from gradwire.collectives.reduction import MOVED, check_dtype
+from gradwire.collectives.torch_internals import has_accumulator
 
 Average: Final = "average"
 Sum: Final = "sum"
@@ -157,12 +160,31 @@ def check_named_parameters(
     return names
 
 
-def warn_of_wrapped(names: Iterable[str]) -> None:
-    """Warn if all names begin with "module.", as those of a DistributedDataParallel."""
-    given = [name.startswith("module.") for name in names]
-    if given and all(given):
-        warnings.warn(
-            "all names begin with 'module.'. If the model is a DistributedDataParallel, the gradients become wrong, "
-            "because it exchanges them, too: use the model inside it",
-            stacklevel=4,  # the caller's line: beyond the constructor, and its door
-        )
+def refuse_exchanged_by_ddp(rank: int, names: Iterable[str], parameters: Iterable[Tensor]) -> None:
+    """Raise ValueError if a DistributedDataParallel exchanges the gradient of a parameter.
+
+    The search goes through all objects of the process, since a parameter does not know its models, but only if a parameter has a
+    node in a graph: a DistributedDataParallel holds those of its parameters.
+    """
+    held = {
+        each: name for name, each in zip(names, parameters, strict=True) if each.requires_grad and has_accumulator(each)
+    }
+    if held and _of_ddp().intersection(held):
+        gc.collect()  # which removes those that only a cycle of references has kept
+        if found := _of_ddp().intersection(held):
+            name = next(name for each, name in held.items() if each in found)
+            raise ValueError(
+                f"rank {rank}: {name!r} is a parameter of a DistributedDataParallel, which exchanges its gradient, too: what "
+                "both exchange is wrong. Use the model inside it, or DDP with ddp_comm_hook() and the optimizer inside this one"
+            )
+
+
+def _of_ddp() -> set[Tensor]:
+    """Return the parameters whose gradients the DistributedDataParallels of this process exchange."""
+    return {
+        parameter
+        for each in gc.get_referrers(DistributedDataParallel, *DistributedDataParallel.__subclasses__())
+        if isinstance(each, DistributedDataParallel) and hasattr(each, "reducer")  # else its constructor has failed
+        for name, parameter in each.module.named_parameters()
+        if name not in each.parameters_to_ignore
+    }

@@ -24,7 +24,7 @@ from gradwire.collectives.torch_internals import (
     uncompiled,
     when_backward_ends,
 )
-from gradwire.trainer.reducer.arguments import Sum
+from gradwire.trainer.reducer.arguments import Sum, refuse_exchanged_by_ddp
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.buffers import Exported
 from gradwire.trainer.reducer.planner import BucketLayout, BucketPlanner
@@ -126,6 +126,8 @@ class Reducer:
         self._background: Background | None = None
 
         self._exchanged = False
+        # Whether it is known that nothing else exchanges these gradients.
+        self._is_alone = setup.communicator.size == 1
         self._is_average = not (setup.in_shares or setup.op == Sum)
         # By parameter, the results to which backward() must not add: sums, shares, and averages with weights in several passes.
         self._results: dict[int, Tensor] = {}
@@ -147,7 +149,10 @@ class Reducer:
         return self.planner.names
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Add parameters. The exchange of this window includes them."""
+        """Add parameters. The exchange of this window includes them. Raises ValueError, with nothing added, if a
+        DistributedDataParallel exchanges their gradients."""
+        if self.setup.communicator.size > 1:
+            refuse_exchanged_by_ddp(self.setup.communicator.rank, names, parameters)
         indices = self.planner.add(names, parameters, self.layout)
         self._unhooked |= zip(indices, parameters, strict=True)
         for index in self.planner.removed:
@@ -179,8 +184,11 @@ class Reducer:
 
     def rebuild(self, *, counts: bool = True) -> None:
         """Replace the layout if that is due, and begin a new window. Collective in some steps. Raises ValueError on all ranks if
-        they have different parameters. counts: False on a rank that has joined, whose steps compression="auto" does not
-        measure."""
+        they have different parameters, and after the first exchange if a DistributedDataParallel exchanges their gradients, too.
+        counts: False on a rank that has joined, whose steps compression="auto" does not measure."""
+        if not self._is_alone and self.setup.traffic.stats.exchanges:
+            self._is_alone = True
+            refuse_exchanged_by_ddp(self.setup.communicator.rank, self.names, self.parameters)
         if self.planner.is_due:
             self._rebuild()
         if self.planner.choice is not None and not self.planner.choice.settled:
