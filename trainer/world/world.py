@@ -80,7 +80,7 @@ def init(
     default: only after timeout_s.
     key_file: the file with the key of the job, from `gradwire keygen`, the same for all processes: with it, gradwire encrypts its
     connections, also those of Communicators and process groups that are made elsewhere, and after shutdown(): a process keeps its
-    key. By default that of the environment variable GRADWIRE_KEY_FILE.
+    key. By default that of the environment variable GRADWIRE_KEY_FILE. With a key, a group over gloo between hosts is an error.
 
     In an elastic job (gradwire run --min-np), the launcher decides which processes are the ranks, and init() waits for its
     decision. A process that starts after training has begun is alone until it calls a function that hvd.elastic.run decorates.
