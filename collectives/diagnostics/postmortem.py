@@ -96,14 +96,14 @@ class Findings:
     whereabouts: Mapping[int, str] = field(default_factory=dict)
 
     def gone(self, sequence: int) -> set[int]:
-        """Return the ranks that make an operation fail because they take no part in it: the lost ranks, else the first
-        rank that left. sequence: the number of the operation.
+        """Return the ranks that make an operation fail because they take no part in it: the lost ranks, else the rank
+        that left before the earliest operation, or the first of several. sequence: the number of the operation.
 
-        A rank that reported a failure before it ended is not the cause. A rank that left after another one may have
-        left because of it.
+        A rank that reported a failure before it ended is not the cause. A rank that left because of another one has
+        issued as many operations or more. Their announcements arrive in any order.
         """
         leavers = [r for r, first in self.left.items() if first <= sequence and r not in self.reports]
-        return set(self.lost - self.reports.keys() or leavers[:1])
+        return set(self.lost - self.reports.keys() or sorted(leavers, key=self.left.__getitem__)[:1])
 
 
 def inquire(channel: Channel, report: Report, agreement: Agreement) -> Findings:

@@ -304,6 +304,8 @@ def told(how: str) -> str:
             if hvd.rank() == hvd.size() - 1 and step == 3:
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if how == "closing":  # the others leave the world before this rank does
+                    optimizer.close()
                 raise Abandoned
             plain_step(optimizer, model, hvd.rank(), step)
 
@@ -313,7 +315,7 @@ def told(how: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["killed", "raising"])
+@pytest.mark.parametrize("how", ["killed", "raising", "closing"])
 def test_a_rank_that_ends_while_others_have_joined_is_named(failing_world: Callable[[int], World], how: str) -> None:
     world = failing_world(3)
     world.start(told, how)

@@ -47,6 +47,8 @@ VERDICTS: list[tuple[str, dict[int, Report], dict[str, Any], type[CollectiveErro
      {"lost": {1, 2}}, PeerLost, {0: (2,)}, "its process was ended"),
     ("who left first", {0: stopped(1)},
      {"left": {2: 4, 1: 4}}, PeerLost, {0: (2,)}, "lost rank 2: left at or before this operation"),
+    ("who left before the others' last operations, in whatever order that is known", {0: stopped(1)},
+     {"left": {1: 4, 2: 3}}, PeerLost, {0: (2,)}, "lost rank 2: left at or before this operation"),
     ("who ended, before one that leaves", {0: stopped(1)},
      {"left": {1: 4}, "lost": {2}}, PeerLost, {0: (2,)}, "its process was ended"),
     ("nobody who leaves after the operation", {0: stopped(1, gave_up=True)},

@@ -143,12 +143,16 @@ class _Join:
             )
 
     def _check(self, running: Collection[Communicator]) -> None:
-        """Raise the failure of other ranks, except if an operation is running, which will raise it itself."""
-        for communicator in self._communicators:
-            absence = communicator.absence
-            ends = absence.has_leavers and communicator is self._everyone and not absence.everyone_left
-            if communicator not in running and (absence.is_broken or ends):
-                absence.fail()
+        """Raise the failure of other ranks, except if an operation is running that will raise it itself. First that of a broken
+        Communicator: a rank that has failed there, because of another one, leaves all Communicators."""
+        everyone = self._everyone.absence
+        ends = everyone.has_leavers and not everyone.everyone_left  # read before the failures, which arrive before it
+        broken = [each for each in self._communicators if each.absence.is_broken]
+        for communicator in broken:
+            if communicator not in running:
+                communicator.absence.fail()
+        if ends and not broken and self._everyone not in running:
+            everyone.fail()
 
     def _even_out(self, communicator: Communicator, optimizer: Attachment) -> None:
         """Broadcast an optimizer and its parameters from a rank that missed no step, to all ranks that have the optimizer."""
