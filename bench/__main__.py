@@ -17,6 +17,7 @@ MODULES = {
     "rules": ("training.rules", 4, "training by several update rules"),
     "replicas": ("training.replicas", 4, "which parameters to validate under local updates"),
     "shares": ("training.shares", 2, "a batch divided among unequal ranks"),
+    "utilization": ("utilization.run", 0, "computing and waiting, over bandwidth and steps"),
     "predicted": ("predicted", 4, "predicted beside measured times"),
     "codec": ("codec.run", 0, "every codec beside torch's operations"),
     "failures": ("failures.run", 0, "training while ranks are killed"),

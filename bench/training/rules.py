@@ -36,9 +36,9 @@ FRAGMENTS = 4
 """The number of fragments into which streaming divides the parameters. It exchanges one fragment at a time."""
 
 
-def _codec(chosen: argparse.Namespace, name: str) -> Compressor:
-    """Return the codec of a name. chunktopk has the k of the options and error feedback."""
-    return hvd.ErrorFeedback(ChunkTopK(chosen.k)) if name == "chunktopk" else name
+def codec_of(name: str, k: int = 64) -> Compressor:
+    """Return the codec of a name. chunktopk has error feedback, and sends k of 4096 numbers."""
+    return hvd.ErrorFeedback(ChunkTopK(k)) if name == "chunktopk" else name
 
 
 def _local(
@@ -51,11 +51,11 @@ def _local(
         chosen.every,
         nesterov if outer else None,
         chosen.warmup_steps,
-        _codec(chosen, codec),
+        codec_of(codec, chosen.k),
         fragments=fragments,
         delay=delay,
     )
-    return strategies.local_updates(module, rule, compression=_codec(chosen, chosen.warmup_codec))
+    return strategies.local_updates(module, rule, compression=codec_of(chosen.warmup_codec, chosen.k))
 
 
 def _served(module: nn.Module, chosen: argparse.Namespace, absent: int, staleness: int | None = None) -> Trainee:
@@ -67,7 +67,7 @@ def _served(module: nn.Module, chosen: argparse.Namespace, absent: int, stalenes
 RULES: dict[str, Callable[[nn.Module, str, argparse.Namespace], Trainee]] = {
     "alone": lambda module, codec, chosen: strategies.alone(module),
     "ddp": lambda module, codec, chosen: strategies.ddp(module),
-    "synchronous": lambda module, codec, chosen: strategies.ours(module, compression=_codec(chosen, codec)),
+    "synchronous": lambda module, codec, chosen: strategies.ours(module, compression=codec_of(codec, chosen.k)),
     "average": partial(_local, outer=False),
     "diloco": _local,
     "streaming": lambda module, codec, chosen: _local(module, codec, chosen, fragments=FRAGMENTS, delay=chosen.delay),

@@ -367,6 +367,32 @@ def test_the_models_of_local_updates(tmp_path: Path) -> None:
     assert len({row["previous"] for row in rows if row["step"] == 4}) == 1  # after the same synchronous steps
 
 
+@needs_namespaces
+@pytest.mark.wide
+def test_utilization(tmp_path: Path) -> None:
+    """On two simulated hosts."""
+    flags = (
+        "--hosts=2 --rates=1gbit --every=1,2 --codecs=none,int8 --rounds=2 --context=16 --warmup-steps=2 --loss-steps=4"
+    )
+    ended = alone("utilization", *flags.split(), *into(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    meta, rows = rows_of(tmp_path / "out.json")
+    sent = {(row["codec"], row["every"]): row["bytes_per_exchange"] for row in rows}
+    exact = pytest.approx(4 * meta["parameters"], rel=1e-3)  # 2(p-1)/p of the bytes, and the first checks
+    assert sent["none", 1] == exact
+    assert sent["none", 2] == exact
+    assert sent["int8", 2] < sent["none", 2] / 3.5
+    for row in rows:
+        assert row["replicas_identical"]
+        assert row["computing_over_transfer"] == pytest.approx(row["every"] * row["step_ms"] / row["transfer_ms"])
+    losses = {(row["codec"], row["every"], row["rule"]): row for row in meta["losses"]}
+    rules = [(1, "synchronous"), (2, "average"), (2, "diloco")]
+    assert losses.keys() == {(codec, *each) for codec in ("none", "int8") for each in rules}
+    assert losses["none", 1, "synchronous"]["sent_bytes"] == pytest.approx(4 * sent["none", 1], rel=1e-3)
+    local = losses["none", 2, "average"]["sent_bytes"]  # of two steps, and of one exchange after two others
+    assert local == pytest.approx(3 * sent["none", 1], rel=1e-3)
+
+
 @pytest.mark.wide
 def test_update_rules(tmp_path: Path) -> None:
     """Average every step, by several ways, or now and then, with a codec, or never."""
