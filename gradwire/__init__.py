@@ -116,7 +116,7 @@ from gradwire.trainer.world.world import remove_process_set as remove_process_se
 from gradwire.trainer.world.world import shutdown as shutdown
 from gradwire.trainer.world.world import size as size
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _register_torch_backend()
 
