@@ -65,7 +65,6 @@ _GAINS = (
     ("2 processes on one computer", "`hvd.DistributedOptimizer(...)`, uncompressed", "step-one-host", "gradwire"),
     ("2 computers, 10 Gbit/s", "the same", "step-2-hosts-10gbit", "gradwire"),
     ("4 computers, 1 Gbit/s", "the same", "step-4-hosts-1gbit", "gradwire"),
-    ("", "`rule=hvd.rules.NextForward(model)`", "step-overlap-4-hosts-1gbit", "gradwire+next_forward"),
     ("", '`compression="int8"`', "step-4-hosts-1gbit", "gradwire+int8"),
     ("", '`compression="powersgd"`', "step-4-hosts-1gbit", "gradwire+powersgd"),
     ("", '`compression="onebit"`', "step-4-hosts-1gbit", "gradwire+onebit"),
@@ -77,11 +76,7 @@ def gains(*names: str) -> str:
     rows = []
     for where, write, name, competitor in _GAINS:
         if name in names:
-            times = _times(figures(name), competitor)
-            if competitor.endswith("next_forward"):  # of another run than the rows around it
-                (without,) = (row["as_ddp"] for row in figures(name)["rows"] if row["competitor"] == "gradwire")
-                times += f" ({_number(without)} without `rule=` in the same run)"
-            rows.append((where, write, times))
+            rows.append((where, write, _times(figures(name), competitor)))
     return _table(("where", "optimizer", "a training step, times as fast as DDP"), rows, "---|---|---")
 
 
@@ -371,6 +366,72 @@ def replicas(name: str) -> str:
     return _table(heading, cells, "---|---:|---:|---:")
 
 
+def utilization(name: str) -> str:
+    """Return a table of the share of the time that ranks compute: a row for each codec and number of steps between exchanges, and
+    a column for each rate; and a line with the distance from x / (1 + x)."""
+    run = figures(name)["rows"]
+    rows: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in run:
+        rows[row["codec"], row["every"]].append(row)
+    cells = (
+        (_codec_or_none(codec), str(every), *(f"{100 * row['utilization']:.0f} %" for row in each))
+        for (codec, every), each in rows.items()
+    )
+    rates = dict.fromkeys(row["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for row in run)
+    table = _table(("codec", "steps between exchanges", *rates), cells, f"---{'|---:' * (1 + len(rates))}")
+    xs = (row["computing_over_transfer"] for row in run)
+    off = [abs(row["utilization"] - x / (1 + x)) for row, x in zip(run, xs, strict=True)]
+    line = (
+        f"(From x / (1 + x), the median distance is {100 * median(off):.0f} points, the largest {100 * max(off):.0f}.)"
+    )
+    return f"{table}\n{line}\n"
+
+
+def utilization_losses(name: str) -> str:
+    """Return a table of the losses after equal tokens, and of the bytes that a rank has sent until then, over those of
+    uncompressed gradients: a row for each codec and number of steps between exchanges."""
+    meta = figures(name)["meta"]
+    rows: dict[tuple[str, int], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in meta["losses"]:
+        rows[row["codec"], row["every"]][row["rule"]] = row
+    base = rows["none", 1]["synchronous"]
+    cells = []
+    for (codec, every), of in rows.items():
+        first = of.get("synchronous") or of["average"]
+        losses = (f"{row['loss'] / base['loss']:.3f}" for row in of.values())
+        sent = _number(first["sent_bytes"] / base["sent_bytes"])
+        cells.append((_codec_or_none(codec), str(every), sent, *losses, *[""] * (2 - len(of))))
+    heading = ("codec", "steps between exchanges", "bytes sent", "loss", "loss with `diloco`'s outer optimizer")
+    warmup = f"{meta['loss_steps']} steps; with local updates, the first {meta['warmup_steps']} are synchronous and uncompressed"
+    return _table(heading, cells, f"---{'|---:' * 4}") + f"\n({warmup}.)\n"
+
+
+def _codec_or_none(codec: str) -> str:
+    return "uncompressed" if codec == "none" else f"`{codec}`"
+
+
+def published_utilization(name: str) -> str:
+    """Return a table of published utilizations and of those that the cost model predicts."""
+    run = figures(name)["meta"]["published"]
+    rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in run:
+        rows[row["every"]].append(row)
+    cells = (
+        (
+            str(every),
+            *(
+                f"{100 * row['published']:.3g}, {'fitted' if row['fitted'] else format(100 * row['predicted'], '.3g')}"
+                for row in each
+            ),
+        )
+        for every, each in rows.items()
+    )
+    rates = [f"{row['mbit']} Mbit/s" for row in next(iter(rows.values()))]
+    over = [row["predicted"] / row["published"] for row in run if not row["fitted"]]
+    line = f"(Predicted over published: median {median(over):.2f}, from {min(over):.2f} to {max(over):.2f}.)"
+    return _table(("steps between exchanges", *rates), cells, "---:" + "|---:" * len(rates)) + f"\n{line}\n"
+
+
 def _size(nbytes: int) -> str:
     text = format_size(nbytes)
     return f"{text[:-1]} {text[-1]}B"
@@ -487,6 +548,9 @@ VIEWS: dict[str, Callable[..., str]] = {
     "ratio": ratio,
     "rules": rules,
     "replicas": replicas,
+    "utilization": utilization,
+    "utilization_losses": utilization_losses,
+    "published_utilization": published_utilization,
     "command": command,
     "predictions": predictions,
     "failures": failures,

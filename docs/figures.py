@@ -57,8 +57,6 @@ RUNS: dict[str, str] = {
     **{f"peers-{n}-shared": f"mpirun -n {n} --oversubscribe {_PEERS} -n 20 --shared" for n in (2, 4)},
     **{f"peers-{n}-any": f"mpirun -n {n} --oversubscribe {_PEERS} -n 20" for n in (2, 4)},
     **{f"peers-{n}-tcp": f"mpirun -n {n} --oversubscribe {_TCP} {_PEERS} -n 20" for n in (2, 4)},
-    "compare-inside": f"{_TORCHRUN.format(2)} allreduce --shared --algorithm auto,torch -b 64M -e 64M",
-    "compare-between": f"{_HOSTS.format(4, 8, '1gbit')} allreduce --algorithm auto,torch -b 16K -e 64M -f 4096 -n 10",
     "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef -b 100M -e 100M",
     "codecs": "python -m gradwire.bench codec --iters 5",
     "codecs-gpu": "python -m gradwire.bench codec --device cuda",

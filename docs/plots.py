@@ -26,6 +26,19 @@ from gradwire.bench.training.shares_report import ShareRow
 DOCS = Path(__file__).parent
 
 
+def digest_of(*sources: Path) -> str:
+    """Return what stands for the runs in these files."""
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+def sign(picture: Path, digest: str) -> None:
+    """Write into a picture which runs it shows."""
+    said = PngInfo()
+    said.add_text("Description", digest)
+    with Image.open(picture) as drawn:
+        drawn.save(picture, pnginfo=said)
+
+
 class Picture(NamedTuple):
     """A picture in docs/images/, the run that it shows, what its rows are, and what draws them."""
 
@@ -43,15 +56,12 @@ class Picture(NamedTuple):
         return DOCS / "figures" / f"{self.run}.json"
 
     def digest(self) -> str:
-        return hashlib.sha256(self.source.read_bytes()).hexdigest()
+        return digest_of(self.source)
 
     def write(self) -> None:
         run = json.loads(self.source.read_text())
         self.draw([self.row(**row) for row in run["rows"]], run["meta"], self.path)
-        said = PngInfo()
-        said.add_text("Description", self.digest())
-        with Image.open(self.path) as drawn:
-            drawn.save(self.path, pnginfo=said)
+        sign(self.path, self.digest())
 
 
 def pictures() -> Iterator[Picture]:

@@ -71,7 +71,7 @@ def test_the_script_of_the_readme_is_the_file() -> None:
 def test_every_figure_is_that_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
-    used = set(runpy.run_path(str(ROOT / "docs" / "comparisons.py"))["TITLES"])
+    used = set(runpy.run_path(str(ROOT / "docs" / "training_steps.py"))["TITLES"])
     kept = {path.stem: json.loads(path.read_text()) for path in (ROOT / "docs" / "figures").iterdir()}
     for page in PAGES:
         text = (ROOT / page).read_text()
