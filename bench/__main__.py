@@ -25,6 +25,8 @@ MODULES = {
     "simulate": ("simulate.run", 0, "training on ranks that are described"),
 }
 #: The benchmarks that run under torchrun, also on simulated hosts.
+#: What some benchmarks import, and pictures: gradwire itself needs neither.
+EXTRAS = ("matplotlib", "rich")
 BENCHMARKS = (*COLLECTIVES, *(name for name, (_, ranks, _) in MODULES.items() if ranks))
 
 
@@ -55,7 +57,15 @@ def main() -> int:
 
         return hosts.main(arguments, BENCHMARKS)
     if name in MODULES:
-        return int(importlib.import_module(f"gradwire.bench.{MODULES[name][0]}").main(arguments))
+        try:
+            module = importlib.import_module(f"gradwire.bench.{MODULES[name][0]}")
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing not in EXTRAS:
+                raise
+            print(f"bench {name} needs {missing}: pip install '.[bench]' in a clone of gradwire", file=sys.stderr)
+            return 2
+        return int(module.main(arguments))
     asked = name in ("-h", "--help")
     if not asked:
         print(f"there is no benchmark {name!r}", file=sys.stderr)

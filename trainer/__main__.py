@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 import sys
 
@@ -19,9 +18,6 @@ usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script on
 
 `gradwire COMMAND --help` describes a command."""
 
-#: The packages that benchmarks need in addition.
-_FOR_BENCH = ("matplotlib", "rich")
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command in the arguments, and return its exit status."""
@@ -34,11 +30,6 @@ def main(arguments: list[str] | None = None) -> int:
     if name == "check":
         return _module("gradwire.trainer.tools.check", rest)
     if name in ("bench", "simulate"):
-        missing = [package for package in _FOR_BENCH if importlib.util.find_spec(package) is None]
-        if missing and (name, *rest) not in (("bench",), ("bench", "-h"), ("bench", "--help")):
-            remedy = "pip install '.[bench]' in a clone of gradwire"
-            print(f"gradwire: {name} needs {' and '.join(missing)}: {remedy}", file=sys.stderr)
-            return 2
         return _module("gradwire.bench", given[name == "bench" :])
     asked = name in ("-h", "--help")
     if not asked:

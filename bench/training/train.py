@@ -15,21 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 import gradwire as hvd
 from gradwire.bench.options import count_from, number_from
+from gradwire.bench.training.train_report import DDP, OURS, Record, count, progress, publish
 from gradwire.bench.workloads import bytes_gpt, digits_cnn, strategies
 from gradwire.bench.workloads.loop import Trainee, Training, Workload, choose_device, join_ranks, share_cores
-
-if missing := [package for package in ("matplotlib", "rich") if find_spec(package) is None]:
-    raise ModuleNotFoundError(
-        f"{' and '.join(missing)}, which `bench train` needs, cannot be found: pip install '.[train]' in a clone of gradwire"
-    )
-from gradwire.bench.training.train_report import DDP, OURS, Record, count, progress, publish
 
 INTERRUPTED = 130
 _FILE = re.compile(r"checkpoint\.step(\d+)\.rank\d+of(\d+)\.(?:pt|partial)")

@@ -1,8 +1,8 @@
 """What `gradwire` makes of its arguments, before anything is started."""
 
-import importlib.util
 import shlex
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from gradwire.trainer.launcher.hosts import Host, parse_hosts, place, read_hostf
 from gradwire.trainer.launcher.options import Elastic, parse_job
 from gradwire.trainer.launcher.output import JobFailure, LastWords, cause_among, exit_status, failure_lines
 from gradwire.trainer.launcher.reach import command_on
+from tests.interpreter import python
 
 SCRIPT = ["train.py", "--lr", "0.1"]
 
@@ -301,9 +302,23 @@ def test_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert "there is no command 'runn'" in capsys.readouterr().err
     assert main(["bench", "nonsense"]) == 2
     assert "there is no benchmark 'nonsense'" in capsys.readouterr().err
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["bench", "codec"]) == 2
-    assert "bench needs matplotlib and rich: pip install '.[bench]' in a clone" in capsys.readouterr().err
+
+
+WITHOUT_EXTRAS = """
+import sys
+sys.modules.update(matplotlib=None, rich=None)
+from gradwire.trainer.__main__ import main
+sys.exit(str([main([*command.split(), "--help"]) for command in sys.argv[1:]]))
+"""
+
+
+def test_only_some_benchmarks_need_more_than_gradwire() -> None:
+    command = [python(), "-c", WITHOUT_EXTRAS, "bench", "bench private", "bench step", "bench rules", "simulate"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    *errors, statuses = done.stderr.splitlines()
+    assert statuses == "[0, 0, 0, 2, 2]"
+    assert len(errors) == 2
+    assert all("pip install '.[bench]' in a clone" in error for error in errors)
 
 
 def test_info_and_precompile_are_those_of_collectives(

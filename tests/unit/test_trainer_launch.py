@@ -198,12 +198,14 @@ def test_mpich_on_one_host_needs_nothing_set() -> None:
         (None, "mine.py"),
         (SimpleNamespace(name="mine.__main__"), "-m mine"),
         (SimpleNamespace(name="gradwire.trainer.tools.check.__main__"), "-m gradwire check"),
+        (SimpleNamespace(name="gradwire.bench.__main__"), "-m gradwire.bench step"),
+        (SimpleNamespace(name="gradwire.bench.private.turns"), "-m gradwire.bench.private.turns"),
     ],
 )
 def test_one_process_is_told_how_to_start_two(
     module: Any, command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["mine.py"])
+    monkeypatch.setattr(sys, "argv", ["mine.py", "step", "--rounds"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", module)
     hvd.init()
     hvd.shutdown()

@@ -176,8 +176,10 @@ def _hint() -> None:
     spec = sys.modules["__main__"].__spec__
     script = sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"
     module = spec.name.removesuffix(".__main__") if spec is not None else ""
-    if module.startswith("gradwire."):  # a command, such as `gradwire check`
-        module = f"gradwire {module.rpartition('.')[2]}"
+    if module == "gradwire.trainer.tools.check":
+        module = "gradwire check"
+    elif module == "gradwire.bench":
+        module = " ".join((module, *sys.argv[1:2]))  # with the name of the benchmark
     program = f"-m {module}" if module else script
     alone = f"one process, which trains alone; to start two: torchrun --nproc-per-node 2 {program}"
     _log.warning("gradwire: %s", slurm_hint(os.environ, program) or alone)
