@@ -15,7 +15,8 @@ from gradwire import ErrorFeedback, ddp_comm_hook
 
 
 class CompressedExchange(TrainerCallback):
-    """Registers a hook with DDP when training begins. Every rank saves the hook's state with each checkpoint."""
+    """Registers a hook with DDP when training begins. Every rank saves the hook's state with each checkpoint. Of a checkpoint
+    outside output_dir, the arguments must have the path, since a callback does not see that of train()."""
 
     def __init__(self, trainer, compression, **options):
         self.trainer = trainer

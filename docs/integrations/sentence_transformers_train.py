@@ -50,3 +50,4 @@ trainer = SentenceTransformerTrainer(
 trainer.train()
 if dist.get_rank() == 0:
     print(hook.stats)
+hook.close()

@@ -4,7 +4,8 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=8
-##SBATCH --gpus-per-node=2  (with GPUs: write one # less, and RANKS_PER_NODE=2)
+# With GPUs, write one # less here, and set RANKS_PER_NODE to as many:
+##SBATCH --gpus-per-node=2
 #SBATCH --time=01:00:00
 set -euo pipefail
 

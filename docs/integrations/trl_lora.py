@@ -48,3 +48,4 @@ trainer.train()
 model = trainer.model
 if dist.get_rank() == 0:
     print(hook.stats)
+hook.close()

@@ -89,6 +89,7 @@ def test_a_killed_run_with_error_feedback_continues_bit_for_bit(
     while not list(killed.glob("*.rank1of2.pt")) and world.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     world.kill()
+    assert not (killed / "summary.json").exists()  # the run was not over
     for folder in (killed, straight):
         assert ranks(2).run(trained, folder, text, *flags) == [0, 0]
     expected = weights_in(straight)
