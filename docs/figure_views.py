@@ -312,11 +312,22 @@ def convex(name: str) -> str:
     with error feedback for each schedule of the step size."""
     rows = figures(name)["rows"]
     columns = [(each, on) for each in dict.fromkeys(row["schedule"] for row in rows) for on in (False, True)]
-    gaps = {(row["codec"], row["schedule"], row["feedback"]): f"{row['gap']:.1g}".replace("e-0", "e-") for row in rows}
+    gaps = {(row["codec"], row["schedule"], row["feedback"]): _gap(row) for row in rows}
     heading = [f"{each} step size, {'with feedback' if on else 'without'}" for each, on in columns]
     codecs = dict.fromkeys(row["codec"] for row in rows)
     cells = ((f"`{codec}`", *(gaps.get((codec, *column), "") for column in columns)) for codec in codecs)
     return _table(("codec", *heading), cells, f"---{'|---:' * len(columns)}")
+
+
+def _gap(row: dict[str, Any]) -> str:
+    return f"{row['gap']:.1g}".replace("e-0", "e-")
+
+
+def gap(name: str, codec: str, schedule: str, feedback: str) -> str:
+    """Return one number of the table of convex(), for a place within a line. feedback: `with` or `without`."""
+    wanted = (codec, schedule, feedback == "with")
+    of_codec = {(row["codec"].split()[0], row["schedule"], row["feedback"]): row for row in figures(name)["rows"]}
+    return _gap(of_codec[wanted])
 
 
 def ratio(name: str, field: str, competitor: str, base: str) -> str:
@@ -545,6 +556,7 @@ VIEWS: dict[str, Callable[..., str]] = {
     "gpu": gpu,
     "losses": losses,
     "convex": convex,
+    "gap": gap,
     "ratio": ratio,
     "rules": rules,
     "replicas": replicas,

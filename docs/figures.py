@@ -8,7 +8,7 @@ what the command of NAME wrote elsewhere. Simulated hosts need root, and mpirun 
 
 holds what VIEW (docs/figure_views.py) makes of docs/figures/NAME.json, or of several runs. Where a run is not measured yet, or
 not with the command that it has here, the page says so. A test fails where a page and its JSON differ. The view `ratio` stands in
-a line, and takes a run, a field and two competitors.
+a line, and takes a run, a field and two competitors; `gap` stands in a line, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOCAL = "--preset 13m --batch 1 --context 128 --warmup-steps 60 --every 5"
 _SHARES = "shares --batch 32 --steps 3 --rounds 8"
 _TCP = "--mca btl tcp,self --mca pml ob1 -x COLLECTIVES_SHARED_MEMORY=0"
 
-#: How each run is measured, by its name, in about an hour together with ON_GPU, which is not measured on CPUs.
+#: How each run is measured, by its name, in about 80 minutes together with ON_GPU, which is not measured on CPUs.
 RUNS: dict[str, str] = {
     "step-one-host": f"{_TORCHRUN.format(2)} {_STEP} --steps 2 --rounds 20",
     "step-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} {_STEP} --steps 2 --rounds 15",

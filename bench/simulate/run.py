@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--samples-per-s", type=partial(number_from, 1e-9), help="speed of one rank alone, forward and backward")
     add("--exchange", choices=EXCHANGES, default="buckets", help="how gradients are grouped (buckets)")
     add("--algorithm", default="auto", help=f"auto, {', '.join(SHIFTED)}; with --codec also two_shot, one_shot")
-    add("--codec", choices=tuple(CODECS), default="none", help="codec of gradients, as fast as on this CPU (none)")
+    add("--codec", choices=tuple(CODECS), default="none", help="codec of gradients, timed on this CPU (default none)")
     add("--every", type=positive, default=1, help="local updates: steps between two averages (1)")
     add("--servers", type=positive, default=0, help="number of parameter servers, each on its own host")
     add("--quorum", type=positive, help="number of workers whose gradients make an update (all)")

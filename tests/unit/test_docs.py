@@ -79,7 +79,7 @@ def test_every_figure_is_that_of_its_run(monkeypatch: pytest.MonkeyPatch) -> Non
         for mark in figures["MARK"].finditer(text):
             if mark[2] in ("predictions", "failures", "published"):  # whose runs are files of their own
                 continue
-            used |= set(mark[3].split()[: 1 if mark[2] == "ratio" else None])
+            used |= set(mark[3].split()[: 1 if mark[2] in ("ratio", "gap") else None])
     commits: dict[tuple[str, str], set[str]] = defaultdict(set)
     for run in kept.values():
         (benchmark,) = {*COLLECTIVES, *MODULES}.intersection(run["command"].split())
