@@ -133,7 +133,7 @@ def private(*names: str) -> str:
     heading, runs = [""], [figures(name) for name in names]
     for run in runs:
         columns.append({(row["case"], row["mode"]): row for row in run["rows"]})
-        rate = run["meta"]["network"].split(", ")[1].removesuffix(" links (tc tbf").replace("gbit", " Gbit/s")
+        rate = run["meta"]["rate"].replace("gbit", " Gbit/s")
         heading += [f"{rate}: without a key, ms", "with a key", "with checksums"]
     found = []
     for case in dict.fromkeys(case for case, _ in columns[0]):
@@ -141,7 +141,7 @@ def private(*names: str) -> str:
         for column in columns:
             cells.append(f"{median(column[case, PLAIN]['turns_ms']):.3g}")
             for row in (column[case, mode] for mode in MODES if mode != PLAIN):
-                cells.append(f"**{_number(row['over_plain'])}**{_interval([row['least'], row['most']])}")
+                cells.append(f"**{_number(row['over_plain'])}**{_interval(row['interval'])}")
         found.append(cells)
     (where,) = {_where({**run["meta"], "network": None}) for run in runs}
     return _table(heading, found, f"---{'|---:|---|---' * len(names)}") + f"\n({where}.)\n"

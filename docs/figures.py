@@ -76,7 +76,7 @@ RUNS: dict[str, str] = {
     "rules-hogwild": f"{_TORCHRUN.format(2)} rules synchronous hogwild --seconds 20",
     "shares-one-host": f"{_TORCHRUN.format(2)} {_SHARES}",
     "shares-2-hosts-1gbit": f"{_HOSTS.format(2, 2, '1gbit')} {_SHARES}",
-    **{f"private-{rate}": f"python -m gradwire.bench private --rate {rate} --rounds 4" for rate in ("10gbit", "1gbit")},
+    **{f"private-{rate}": f"python -m gradwire.bench private --rate {rate} --rounds 8" for rate in ("10gbit", "1gbit")},
     "backends-one-host": f"{_TORCHRUN.format(2)} backends --rounds 20",
     "backends-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} backends --rounds 12",
 }

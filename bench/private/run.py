@@ -5,8 +5,7 @@ process group. In each round, each mode has one turn, in random order: `plain`, 
 (COLLECTIVES_CHECKSUM=1). A turn times every case by the median of its calls. The cases are allreduces, the largest one also
 with int8, and a step of training the GPT of 13 million parameters.
 
-`over plain` is the time divided by that of the turn of `plain` in the same round: the median over the rounds, with the
-smallest and the largest.
+`time` is the median over the rounds, and `over plain` this time divided by that of `plain`, with the 95 % interval.
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradwire.bench import hosts
 from gradwire.bench.options import add_results, count_from
 from gradwire.bench.results import software_and_machine, write_json
+from gradwire.bench.timing import FEWEST_TURNS, format_interval, speedup_interval
 from gradwire.collectives.control.key import Key
 from gradwire.collectives.environment import CHECKSUM, KEY_FILE
 
-PLAIN, KEY, SUM = MODES = ("plain", "key", "checksum")
+PLAIN, KEY, CHECKSUMS = MODES = ("plain", "key", "checksum")
 HOSTS = RANKS = 2
 _TURN_S = 200.0
 """The time after which the ranks of a turn are killed."""
@@ -39,15 +40,14 @@ _TURN_S = 200.0
 
 @dataclass(frozen=True)
 class PrivateRow:
-    """The times of a case in one mode. turns_ms: of each round. over_plain, least, most: the median, the smallest and the largest
-    of these times, each divided by that of `plain` in the same round."""
+    """The times of a case in one mode. turns_ms: of each round. over_plain: their median divided by that of `plain`. interval:
+    the 95 % interval of over_plain; None with fewer than FEWEST_TURNS rounds."""
 
     case: str
     mode: str
     turns_ms: list[float]
     over_plain: float
-    least: float
-    most: float
+    interval: tuple[float, float] | None
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -58,7 +58,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rate", default="10gbit", help="rate of each simulated host's link (10gbit)")
-    add("--rounds", type=partial(count_from, 1), default=4, help="turns of each mode (4)")
+    add("--rounds", type=partial(count_from, 1), default=FEWEST_TURNS, help=f"turns of each mode ({FEWEST_TURNS})")
     add_results(parser)
     flags = parser.parse_args(arguments)
     try:
@@ -71,7 +71,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def planned(mode: str, key: Path, rate: str) -> list[hosts.Rank]:
     """Return the ranks of a turn. An empty value unsets what the environment of this process may have."""
     network = hosts.network_description(HOSTS, rate)
-    settings = {KEY_FILE: str(key) if mode == KEY else "", CHECKSUM: "1" if mode == SUM else ""}
+    settings = {KEY_FILE: str(key) if mode == KEY else "", CHECKSUM: "1" if mode == CHECKSUMS else ""}
     return [hosts.Rank(rank.host, {**rank.environment, **settings}) for rank in hosts.plan_ranks(RANKS, HOSTS, network)]
 
 
@@ -101,8 +101,9 @@ def compare(taken: Sequence[Mapping[str, Any]]) -> list[PrivateRow]:
     for case in taken[0][PLAIN]["ms"]:
         turns_ms = {mode: [turns[mode]["ms"][case] for turns in taken] for mode in MODES}
         for mode, each in turns_ms.items():
-            over = [ms / plain_ms for ms, plain_ms in zip(each, turns_ms[PLAIN], strict=True)]
-            rows.append(PrivateRow(case, mode, each, median(over), min(over), max(over)))
+            over = median(each) / median(turns_ms[PLAIN])
+            interval = None if mode == PLAIN else speedup_interval(np.array(turns_ms[PLAIN]), np.array(each))
+            rows.append(PrivateRow(case, mode, each, over, interval))
     return rows
 
 
@@ -112,7 +113,7 @@ def format_table(rows: Sequence[PrivateRow], meta: Mapping[str, Any]) -> list[st
         *(f"# {mode}: {'; '.join(routes)}" for mode, routes in meta["routes"].items()),
         "# case             mode      time (ms)  over plain",
         *(
-            f"  {row.case:16} {row.mode:9} {median(row.turns_ms):9.3f} {row.over_plain:11.2f}  [{row.least:.2f}, {row.most:.2f}]"
+            f"  {row.case:16} {row.mode:9} {median(row.turns_ms):9.3f} {row.over_plain:11.2f}  {format_interval(row.interval)}"
             for row in rows
         ),
     ]
@@ -130,6 +131,7 @@ def main(arguments: Sequence[str]) -> int:
     meta = {
         **software_and_machine(torch.device("cpu")),
         "network": hosts.network_description(HOSTS, flags.rate),
+        "rate": flags.rate,
         "world_size": RANKS,
         "rounds": flags.rounds,
         "routes": {mode: taken[0][mode]["routes"] for mode in MODES},
