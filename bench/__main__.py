@@ -24,9 +24,9 @@ MODULES = {
     "private": ("private.run", 0, "a key and checksums, on simulated hosts"),
     "simulate": ("simulate.run", 0, "training on ranks that are described"),
 }
-#: The benchmarks that run under torchrun, also on simulated hosts.
-#: What some benchmarks import, and pictures: gradwire itself needs neither.
+#: What some benchmarks import, and all that draw.
 EXTRAS = ("matplotlib", "rich")
+#: The benchmarks that run under torchrun, also on simulated hosts.
 BENCHMARKS = (*COLLECTIVES, *(name for name, (_, ranks, _) in MODULES.items() if ranks))
 
 

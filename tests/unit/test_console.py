@@ -313,7 +313,7 @@ sys.exit(str([main([*command.split(), "--help"]) for command in sys.argv[1:]]))
 
 
 def test_only_some_benchmarks_need_more_than_gradwire() -> None:
-    command = [python(), "-c", WITHOUT_EXTRAS, "bench", "bench private", "bench step", "bench rules", "simulate"]
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, "bench", "bench private", "bench step", "bench rules", "simulate"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     *errors, statuses = done.stderr.splitlines()
     assert statuses == "[0, 0, 0, 2, 2]"
