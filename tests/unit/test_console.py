@@ -14,7 +14,6 @@ from gradwire.trainer.launcher.hosts import Host, parse_hosts, place, read_hostf
 from gradwire.trainer.launcher.options import Elastic, parse_job
 from gradwire.trainer.launcher.output import JobFailure, LastWords, cause_among, exit_status, failure_lines
 from gradwire.trainer.launcher.reach import command_on
-from tests.interpreter import python
 
 SCRIPT = ["train.py", "--lr", "0.1"]
 
