@@ -70,12 +70,14 @@ path.with_suffix(".new").rename(path)
 time.sleep(100)
 """
 
-#: Takes ssh's flags, and gives the command nothing of this environment. Host .9 is unknown, host .8 never answers.
+#: Takes ssh's flags, and gives the command nothing of this environment. Host .9 is unknown, host .8 never answers, and the
+#: key of host .7 is unknown.
 SSH = """#!/bin/sh
 while [ $# -gt 0 ]; do case "$1" in -o|-p|-i) shift 2;; *) break;; esac; done
 case "$1" in
 *.9) printf "ssh: Could not resolve hostname $1" >&2; exit 255;;
 *.8) exec sleep 100;;
+*.7) echo "Host key verification failed." >&2; exit 255;;
 esac
 shift
 exec env -i sh -c "$*"
@@ -148,6 +150,11 @@ def test_an_unknown_host_ends_the_others(folder: Path, capsys: pytest.CaptureFix
     assert time.monotonic() - start < 30  # the start timeout
     assert capsys.readouterr().err == "gradwire: host 127.0.0.9: by ssh: ssh: Could not resolve hostname 127.0.0.9\n"
     assert not (folder / "0").exists()
+
+
+def test_a_host_whose_key_is_unknown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-H", "127.0.0.7:1", "stays.py"]) == 1
+    assert "`ssh 127.0.0.7`" in capsys.readouterr().err
 
 
 def test_a_host_that_never_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

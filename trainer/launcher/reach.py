@@ -31,6 +31,9 @@ _NAMES = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "VIRTUAL_E
 #: ssh ends after ten seconds without an answer from the host, which is sooner than the ranks' connections fail.
 _SSH_GIVES_UP = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=5")
 
+#: What to do if ssh does not know a host's key: this ssh cannot ask whether to accept it.
+_UNKNOWN_KEY = " Run `ssh {}` once by hand, and confirm the key of the host"
+
 #: The timeout of an operation of the store.
 _STORE_S = 60.0
 
@@ -91,7 +94,8 @@ class AgentProcess:
         its last lines were read."""
         said = self.words.text
         if has_ended and not self.is_ready and not self.host.is_here:
-            return f"by ssh: {said or f'exit code {self.process.returncode}'}"
+            do = _UNKNOWN_KEY.format(self.host.name) if "Host key verification failed" in said else ""
+            return f"by ssh: {said or f'exit code {self.process.returncode}'}{do}"
         if has_ended:
             return said or "its agent has ended"
         if self.is_ready or self.host.is_here or time.monotonic() < self._late_at:

@@ -94,7 +94,8 @@ def _measured(line: JsonLines, host: str) -> Finding:
 
 
 def listen(port: int, key: Key | None, timeout_s: float) -> Iterator[Finding]:
-    """Take part in the test of another host, if it connects within timeout_s seconds, with the same key."""
+    """Take part in the test of another host, if it connects within timeout_s seconds, with the same key. The first finding comes
+    before it connects."""
     end = time.monotonic() + timeout_s
     try:
         listening = listen_on("", port)
@@ -103,6 +104,11 @@ def listen(port: int, key: Key | None, timeout_s: float) -> Iterator[Finding]:
         yield Finding("failed", f"cannot listen at port {port}: {error.strerror}", do)
         return
     with listening:
+        here = socket.gethostname()
+        with suppress(LinkError, ValueError):  # the test of this machine reports it
+            here = own_address(os.environ, time.monotonic() + ANSWER_S)
+        do = f"run on the other host: gradwire check --host {here} --port {port}"
+        yield Finding("ok", f"listens at {here} port {port}, for {timeout_s:g} s at most", do)
         why = "no host connected"
         while (left := end - time.monotonic()) > 0:
             listening.settimeout(left)
@@ -120,7 +126,6 @@ def listen(port: int, key: Key | None, timeout_s: float) -> Iterator[Finding]:
                 else:
                     yield Finding("ok", f"{name} has finished its check and prints the result")
                     return
-        do = f"run on the other host: gradwire check --host {socket.gethostname()} --port {port}"
         yield Finding("failed", f"within {timeout_s:g} s {why}", do)
 
 
