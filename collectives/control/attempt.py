@@ -155,7 +155,8 @@ class Attempt:
         if self._beside_gloo and met.is_private and len(met.hosts) > 1:
             raise ValueError(
                 f"rank {self._rank}: the process group uses gloo between {len(met.hosts)} hosts. {met.why_no_gloo}: use "
-                'init_process_group("gradwire"), which encrypts all that torch and DDP send of tensors on the CPU'
+                'init_process_group("gradwire"), which encrypts all that torch and DDP send of tensors on the CPU, and uses NCCL '
+                "for those on GPUs"
             )
 
     def withdraw(self, error: Exception) -> None:
@@ -173,7 +174,7 @@ class Attempt:
             except UnusableKey as unusable:  # no process could read what this one would leave
                 key, error = None, unusable
             store, place = self._count(deadline)
-            withdraw_from(store, error, self._rank, self._keepers, deadline, key, place)
+            withdraw_from(store, error, self._rank, len(self._global_ranks), self._keepers, deadline, key, place)
 
     def _met(self) -> Membership | None:
         """Return the Membership of these ranks if they have met."""

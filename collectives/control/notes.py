@@ -31,7 +31,7 @@ _DIFFERENCES = {
     A_KEY: "rank {} has a key, and rank {} has none",
     ANOTHER_KEY: "rank {} has another key than rank {}, or is of another job, run or meeting",
 }
-#: How the text of a Coordinator's place begins, also an encrypted one: it names its rank.
+#: How the text of a Coordinator's place begins, also an encrypted one: it names its rank, and others can replace the number.
 _WRITER = re.compile(rf"(?:{_MAGIC}|{SEALED}) (\d{{1,9}}) ")
 
 
@@ -152,7 +152,7 @@ class Notes:
         try:
             return self._ask(read)
         except StrangeText as error:
-            if (writer := _WRITER.match(error.text)) is None:
+            if (writer := _WRITER.match(error.text)) is None or int(writer[1]) not in range(self._texts.size):
                 raise
             difference = error.difference
             self._ask(lambda: self._texts.refuse(_KEY, difference))

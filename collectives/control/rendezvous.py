@@ -69,7 +69,7 @@ def rendezvous(
     with closing(Asking(store, keepers=keepers)) as asking:
         card = card | {"size": size, "port": 0}
         admission, left = admission or Admission(), set() if left is None else left
-        texts = Texts(store, key, place, card["rank"])
+        texts = Texts(store, key, place, card["rank"], size)
         arrival = _Arrival(
             texts, key, asking, card, deadline, coordinator_rank, admission, left, by_agent, lost, number
         )
@@ -315,6 +315,7 @@ def withdraw_from(
     store: Store,
     error: Exception,
     rank: int,
+    size: int,
     keepers: Collection[int],
     deadline: float,
     key: Key | None = None,
@@ -322,10 +323,10 @@ def withdraw_from(
     number: int = 1,
 ) -> None:
     """Report to the other ranks of an attempt to arrive that a rank has failed, and why; for UnusableKey without encryption, and
-    without the reason. keepers, key, place, number: as in rendezvous(). If the store does not answer by the deadline, the other
-    ranks wait until theirs."""
+    without the reason. size, keepers, key, place, number: as in rendezvous(). If the store does not answer by the deadline, the
+    other ranks wait until theirs."""
     with closing(Asking(store, keepers=keepers)) as asking, suppress(LinkError):
-        notes = Notes(Texts(store, key, place, rank), partial(asking.ask, deadline=deadline), number=number)
+        notes = Notes(Texts(store, key, place, rank, size), partial(asking.ask, deadline=deadline), number=number)
         if isinstance(error, UnusableKey):
             notes.refuse()
         else:

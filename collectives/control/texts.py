@@ -32,11 +32,11 @@ class Texts:
     """Reads and writes texts by name: with a key encrypted, so that only processes with the same key can, and only at the same
     place."""
 
-    def __init__(self, store: Store, key: Key | None, place: str = "", rank: int = -1) -> None:
+    def __init__(self, store: Store, key: Key | None, place: str = "", rank: int = -1, size: int = 0) -> None:
         """place: what distinguishes the names of this object from equal names of other jobs, runs and meetings with the key: a
         text is not valid at another place. The same on all processes that share the texts. rank: of this process, for refuse(),
-        and for processes that cannot read what this one writes; -1 if it has none."""
-        self.rank = rank
+        and for processes that cannot read what this one writes; -1 if it has none. size: the number of ranks; 0 without ranks."""
+        self.rank, self.size = rank, size
         self._store, self._key, self._place = store, key, place
         self._seen: dict[str, bytes] = {}
 
@@ -70,7 +70,8 @@ class Texts:
 
     def refusal(self, name: str) -> tuple[int, str] | None:
         """Return what a rank has given to refuse() for the text that this process has last written or read under a name, or
-        for none, if this process has found none; None if no rank has. Anyone can write it. Raises the errors of the store."""
+        for none, if this process has found none; None if no rank has. Anyone can write it, but the rank is one of the ranks.
+        Raises the errors of the store."""
         refusal = self._refusal_of(name)
         if not self._store.check([refusal]):
             return None
@@ -78,7 +79,8 @@ class Texts:
             rank, difference = json.loads(self._store.get(refusal))
         except (ValueError, TypeError):  # another program has written it
             return None
-        is_one = type(rank) is int and difference in (NO_KEY, A_KEY, ANOTHER_KEY, UNUSABLE_KEY)
+        is_one = type(rank) is int and rank in range(self.size)
+        is_one &= difference in (NO_KEY, A_KEY, ANOTHER_KEY, UNUSABLE_KEY)
         return (rank, difference) if is_one else None
 
     def _refusal_of(self, name: str) -> str:

@@ -311,7 +311,19 @@ def test_ranks_with_different_keys_or_of_different_jobs_do_not_meet(keys: tuple[
         assert (told.value.awaited, told.value.timed_out) == (({1}, True) if place else ({0, 1}, False))
 
 
-def test_who_reads_and_writes_the_store_learns_nothing_and_the_job_goes_on() -> None:
+@pytest.mark.parametrize(
+    ("refusal", "named"),
+    [
+        ('[1, "is a stranger"]', None),
+        ('[2, "no key"]', None),
+        ('[-1, "no key"]', None),
+        ('[1, "no key"]', {0, 1}),
+    ],
+)
+def test_who_reads_and_writes_the_store_learns_nothing_and_changes_nothing(
+    refusal: str, named: set[int] | None
+) -> None:
+    """The job goes on, or ends with an error that names ranks of the job."""
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(
@@ -327,15 +339,31 @@ def test_who_reads_and_writes_the_store_learns_nothing_and_the_job_goes_on() -> 
             with suppress(OSError):
                 assert len(stranger.recv(1 << 12, socket.MSG_WAITALL)) <= HELLO_BYTES + PROOF_BYTES
         store.set(f"failure/{place.key}", '{"ranks": [1], "why": "a stranger", "ended": true, "timed_out": false}')
-        store.set(f"refused/{hashlib.sha256(b'/hub/' + note.encode()).hexdigest()}", '[1, "is a stranger"]')
+        store.set(f"refused/{hashlib.sha256(b'/hub/' + note.encode()).hexdigest()}", refusal)
         second = pool.submit(
             rendezvous, store, 2, card_of(1), time.monotonic() + DEADLINE_S, coordinator_rank=0, key=KEY
         )
+        if named is not None:
+            for each in (first, second):
+                with pytest.raises(LinkError) as caught:
+                    each.result(DEADLINE_S)
+                assert (caught.value.awaited, caught.value.timed_out) == (named, False)
+            return
         arrived = [first.result(DEADLINE_S), second.result(DEADLINE_S)]
         for each in arrived:
             each.release()
         for each in arrived:
             each.join()
+
+
+@pytest.mark.parametrize(("writer", "named"), [(0, {0, 1}), (2, set()), (999999999, set())])
+@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "a key"])
+def test_a_forged_text_names_ranks_of_the_job_only(key: Key | None, writer: int, named: set[int]) -> None:
+    store = HashStore()
+    store.set("hub", f"gradwire-sealed {writer} 00")
+    with pytest.raises(LinkError) as caught:
+        rendezvous(store, 2, card_of(1), time.monotonic() + DEADLINE_S, coordinator_rank=0, key=key)
+    assert (caught.value.awaited, caught.value.timed_out) == (named, False)
 
 
 # Keys

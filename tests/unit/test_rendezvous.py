@@ -225,7 +225,7 @@ def test_a_rank_that_withdraws_is_named_at_once(job: Callable[[int], Job], comes
     if comes_first:
         three.start(0, coordinator_rank=None)
         three.hub()
-    withdraw_from(three.store, ValueError("no"), 2, (), time.monotonic() + DEADLINE_S)
+    withdraw_from(three.store, ValueError("no"), 2, 3, (), time.monotonic() + DEADLINE_S)
     for rank in range(comes_first, 2):
         three.start(rank, coordinator_rank=None)
     for coming in three.coming:

@@ -120,7 +120,7 @@ def meet(
                 key = key_of_process()
             except UnusableKey as error:
                 until = min(arrive_by, time.monotonic() + _WITHDRAW_S)
-                withdraw_from(store, error, launch.rank, keepers, until, place=texts_place, number=number)
+                withdraw_from(store, error, launch.rank, launch.size, keepers, until, place=texts_place, number=number)
                 raise
             admission = OneJob(card, place)
             monitor = meet_by(
