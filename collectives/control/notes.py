@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Container
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gradwire.collectives.control.build import build
@@ -39,7 +38,8 @@ _WRITER = re.compile(rf"(?:{_MAGIC}|{SEALED}) (\d{{1,9}}) ")
 class CoordinatorPlace:
     """Where a Coordinator listens. rank: that of its process. port: 0 if it cannot listen. key: a random name. token: the
     secret with which processes and the Coordinator authenticate each other. number: of the attempt of its rank. build: of
-    gradwire there. text: the Card of its process, as JSON, for processes with the same build only."""
+    gradwire there. text: the Card of its process, as JSON, for processes with the same build only. written: this place as the
+    store holds it."""
 
     rank: int
     address: str
@@ -49,6 +49,7 @@ class CoordinatorPlace:
     number: int
     build: str
     text: str
+    written: bytes = field(default=b"", repr=False)
 
     @classmethod
     def of(cls, card: Card, port: int, key: str, token: str, number: int = 1) -> CoordinatorPlace:
@@ -106,17 +107,15 @@ class Notes:
     def coordinator(self) -> CoordinatorPlace | None:
         """Return the newest Coordinator's place; None without one that this process has not left. Raises LinkError if the key of
         its rank differs; the Coordinator's rank can then read that too."""
-        text = self._find(lambda: self._texts.read(_KEY))
-        place = None if text is None else CoordinatorPlace.from_text(text)
+        written = self._ask(lambda: self._texts.written(_KEY))
+        place = None if written is None else self._place_in(written)
         return None if place is None or place.key in self._left else place
 
     def publish(self, place: CoordinatorPlace, *, replaces: bool) -> CoordinatorPlace:
         """Write where a Coordinator listens, and return the place that ranks will find. replaces: whether it replaces another one
         in the store; if not, the first one stays. Raises as coordinator()."""
-        if replaces:
-            self._ask(lambda: self._texts.write(_KEY, place.to_text()))
-            return place
-        return CoordinatorPlace.from_text(self._find(lambda: self._texts.write_first(_KEY, place.to_text())))
+        write = self._texts.write if replaces else self._texts.write_first
+        return self._place_in(self._ask(lambda: write(_KEY, place.to_text())))
 
     def failure(self, place: CoordinatorPlace) -> Failure | None:
         """Return the first failure of a rank that did not come to the Coordinator at the place that this rank has found; None
@@ -143,41 +142,37 @@ class Notes:
 
     def refuse(self) -> None:
         """Write that this rank cannot use its key, so that it can read and leave() nothing."""
-        self._ask(lambda: self._texts.refuse(self._missed, UNUSABLE_KEY))  # first, as in leave()
-        if self._ask(lambda: self._texts.see(_KEY)):
-            self._ask(lambda: self._texts.refuse(_KEY, UNUSABLE_KEY))
+        self._ask(lambda: self._texts.refuse(self._missed, b"", UNUSABLE_KEY))  # first, as in leave()
+        if (written := self._ask(lambda: self._texts.written(_KEY))) is not None:
+            self._ask(lambda: self._texts.refuse(_KEY, written, UNUSABLE_KEY))
 
-    def _find(self, read: Callable[[], str | None]) -> Any:
-        """Return the text of a Coordinator's place. Raises as coordinator()."""
+    def _place_in(self, written: bytes) -> CoordinatorPlace:
+        """Return the place that the store holds. Raises as coordinator()."""
         try:
-            return self._ask(read)
+            text = self._texts.open(_KEY, written)
         except StrangeText as error:
             if (writer := _WRITER.match(error.text)) is None or int(writer[1]) not in range(self._texts.size):
                 raise
             difference = error.difference
-            self._ask(lambda: self._texts.refuse(_KEY, difference))
+            self._ask(lambda: self._texts.refuse(_KEY, written, difference))
             raise _of_keys(self._texts.rank, difference, int(writer[1])).as_link_error() from None
+        return replace(CoordinatorPlace.from_text(text), written=written)
 
     def _refusal_of(self, place: CoordinatorPlace) -> Failure | None:
-        refusal = self._ask(lambda: self._texts.refusal(_KEY))
+        refusal = self._ask(lambda: self._texts.refusal(_KEY, place.written))
         return None if refusal is None else _of_keys(refusal[0], refusal[1], place.rank)
 
     def _unusable(self) -> Failure | None:
         """Return the failure of a rank that cannot use its key, and has said so before there was a Coordinator."""
-        refusal = self._ask(lambda: self._texts.refusal(self._missed))
+        refusal = self._ask(lambda: self._texts.refusal(self._missed, b""))
         return None if refusal is None else _unusable_on(refusal[0])
 
     def _failure(self, key: str) -> Failure | None:
         try:
-            text = self._read(key)
+            text = self._ask(lambda: self._texts.read(key))
         except StrangeText:  # no rank of this job has failed
             return None
         return None if text is None else Failure.from_record(json.loads(text))
 
-    def _read(self, key: str) -> str | None:
-        text: str | None = self._ask(lambda: self._texts.read(key))
-        return text
-
     def _write(self, key: str, failure: Failure) -> None:
-        with suppress(StrangeText):
-            self._ask(lambda: self._texts.write_first(key, json.dumps(asdict(failure))))
+        self._ask(lambda: self._texts.write_first(key, json.dumps(asdict(failure))))

@@ -38,61 +38,18 @@ class Texts:
         and for processes that cannot read what this one writes; -1 if it has none. size: the number of ranks; 0 without ranks."""
         self.rank, self.size = rank, size
         self._store, self._key, self._place = store, key, place
-        self._seen: dict[str, bytes] = {}
 
     def read(self, name: str) -> str | None:
         """Return the text of a name; None if there is none. Raises StrangeText for one that was written without the key or for
         another place, and the errors of the store."""
-        return self._opened(name, self._store.get(name)) if self._store.check([name]) else None
+        return None if (written := self.written(name)) is None else self.open(name, written)
 
-    def see(self, name: str) -> bool:
-        """Return whether there is a text of a name, which refuse() can then name: for a process that can read none. Raises the
-        errors of the store."""
-        if there := self._store.check([name]):
-            self._seen[name] = self._store.get(name)
-        return there
+    def written(self, name: str) -> bytes | None:
+        """Return the text of a name as the store holds it; None if there is none. Raises the errors of the store."""
+        return self._store.get(name) if self._store.check([name]) else None
 
-    def write(self, name: str, text: str) -> None:
-        """Write a text, in place of an earlier one. Raises the errors of the store."""
-        sealed = self._sealed(name, text)
-        self._seen[name] = sealed.encode()
-        self._store.set(name, sealed)
-
-    def write_first(self, name: str, text: str) -> str:
-        """Write a text unless there is one, and return that of the store. Raises as read()."""
-        return self._opened(name, self._store.compare_set(name, "", self._sealed(name, text)))
-
-    def refuse(self, name: str, difference: str) -> None:
-        """Write that this rank cannot read the text that it has found under a name, or could not read one: without encryption,
-        as the process that has written the text could not read it otherwise. difference: that of StrangeText, or UNUSABLE_KEY.
-        Raises the errors of the store."""
-        self._store.compare_set(self._refusal_of(name), "", json.dumps([self.rank, difference]))
-
-    def refusal(self, name: str) -> tuple[int, str] | None:
-        """Return what a rank has given to refuse() for the text that this process has last written or read under a name, or
-        for none, if this process has found none; None if no rank has. Anyone can write it, but the rank is one of the ranks.
-        Raises the errors of the store."""
-        refusal = self._refusal_of(name)
-        if not self._store.check([refusal]):
-            return None
-        try:
-            rank, difference = json.loads(self._store.get(refusal))
-        except (ValueError, TypeError):  # another program has written it
-            return None
-        is_one = type(rank) is int and rank in range(self.size)
-        is_one &= difference in (NO_KEY, A_KEY, ANOTHER_KEY, UNUSABLE_KEY)
-        return (rank, difference) if is_one else None
-
-    def _refusal_of(self, name: str) -> str:
-        """Return the name of the refusals of a text: of this text only, also where others had its name before."""
-        seen = self._seen.get(name, b"")
-        return f"refused/{hashlib.sha256(f'{self._place}/{name}/'.encode() + seen).hexdigest()}"
-
-    def _sealed(self, name: str, text: str) -> str:
-        return text if self._key is None else self._key.seal(f"{self._place}/{name}", text, self.rank)
-
-    def _opened(self, name: str, written: bytes) -> str:
-        self._seen[name] = written
+    def open(self, name: str, written: bytes) -> str:
+        """Return the text of what written() has returned. Raises StrangeText as read()."""
         try:
             found = written.decode()
         except UnicodeDecodeError as error:
@@ -106,3 +63,40 @@ class Texts:
                 raise StrangeText("a process with another key, or of another job, run or meeting", found, ANOTHER_KEY)
             raise StrangeText("a process without a key", found, A_KEY)
         return text
+
+    def write(self, name: str, text: str) -> bytes:
+        """Write a text, in place of an earlier one. Return and raise as written()."""
+        sealed = self._sealed(name, text)
+        self._store.set(name, sealed)
+        return sealed.encode()
+
+    def write_first(self, name: str, text: str) -> bytes:
+        """Write a text unless there is one. Return and raise as written()."""
+        return self._store.compare_set(name, "", self._sealed(name, text))
+
+    def refuse(self, name: str, written: bytes, difference: str) -> None:
+        """Write that this rank cannot read a text that it has found under a name: without encryption, as the process that has
+        written the text could not read it otherwise. written: that of written(); empty for a rank that could read none.
+        difference: that of StrangeText, or UNUSABLE_KEY. Raises the errors of the store."""
+        self._store.compare_set(self._refusal_of(name, written), "", json.dumps([self.rank, difference]))
+
+    def refusal(self, name: str, written: bytes) -> tuple[int, str] | None:
+        """Return what a rank has given to refuse() with the same name and text; None if no rank has. Anyone can write it, but
+        the rank is one of the ranks. Raises the errors of the store."""
+        refusal = self._refusal_of(name, written)
+        if not self._store.check([refusal]):
+            return None
+        try:
+            rank, difference = json.loads(self._store.get(refusal))
+        except (ValueError, TypeError):  # another program has written it
+            return None
+        is_one = type(rank) is int and rank in range(self.size)
+        is_one &= difference in (NO_KEY, A_KEY, ANOTHER_KEY, UNUSABLE_KEY)
+        return (rank, difference) if is_one else None
+
+    def _refusal_of(self, name: str, written: bytes) -> str:
+        """Return the name of the refusals of a text: of this text only, also where others had its name before."""
+        return f"refused/{hashlib.sha256(f'{self._place}/{name}/'.encode() + written).hexdigest()}"
+
+    def _sealed(self, name: str, text: str) -> str:
+        return text if self._key is None else self._key.seal(f"{self._place}/{name}", text, self.rank)

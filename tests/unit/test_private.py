@@ -23,7 +23,7 @@ from gradwire.collectives.control.handshake import Arrived, Door, NotARank, dial
 from gradwire.collectives.control.key import Key, UnusableKey, hkdf, key_from, key_of_process
 from gradwire.collectives.control.libcrypto import NoLibcrypto, libcrypto
 from gradwire.collectives.control.neighbour import poll_of
-from gradwire.collectives.control.notes import CoordinatorPlace
+from gradwire.collectives.control.notes import CoordinatorPlace, Notes
 from gradwire.collectives.control.ports import listen_in
 from gradwire.collectives.control.private import PRIVATE_MAGIC, PURPOSE_BYTES
 from gradwire.collectives.control.records import Connection
@@ -366,6 +366,23 @@ def test_a_forged_text_names_ranks_of_the_job_only(key: Key | None, writer: int,
     assert (caught.value.awaited, caught.value.timed_out) == (named, False)
 
 
+def test_a_refusal_is_of_the_place_that_a_rank_has_found() -> None:
+    """Whatever the rank has read since."""
+    store = HashStore()
+    notes, without_key = (
+        Notes(Texts(store, key, rank=rank, size=2), lambda call: call()) for rank, key in ((0, KEY), (1, None))
+    )
+    older = notes.publish(CoordinatorPlace.of(card_of(0), 1, "older", "-"), replaces=True)
+    with pytest.raises(LinkError):
+        without_key.coordinator()
+    newer = notes.publish(CoordinatorPlace.of(card_of(0), 1, "newer", "-"), replaces=True)
+    assert notes.coordinator() == newer
+    refused = notes.failure(older)
+    assert refused is not None
+    assert set(refused.ranks) == {0, 1}
+    assert notes.failure(newer) is None
+
+
 # Keys
 
 
@@ -395,7 +412,7 @@ def test_a_text_in_the_store_is_of_one_place_and_one_name() -> None:
     texts, elsewhere = Texts(store, KEY, "run 1/meeting 2"), Texts(store, KEY, "run 2/meeting 2")
     texts.write("hub", "text")
     store.set("end", store.get("hub").decode())
-    assert texts.read("hub") == texts.write_first("hub", "another") == "text"
+    assert texts.read("hub") == texts.open("hub", texts.write_first("hub", "another")) == "text"
     assert texts.read("none") is None
     for reads, name in ((elsewhere, "hub"), (Texts(store, Key.made(), "run 1/meeting 2"), "hub"), (texts, "end")):
         with pytest.raises(StrangeText):
