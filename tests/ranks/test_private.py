@@ -213,9 +213,9 @@ def assert_encrypted() -> None:
             assert any("encrypted TCP" in route for route in communicator.routes)
 
 
-def who_differ(keys: list[str], port: int) -> list[tuple[int, ...]]:
+def who_differ(keys: list[str], port: int, serves: bool) -> list[tuple[int, ...]]:
     """Return whom the errors name when ranks meet: first those of a process group, then those of init(). A rank that cannot read
-    its key raises ValueError."""
+    its key raises ValueError. serves: whether rank 0 serves the store of init()."""
     rank = dist.get_rank()
     os.environ.pop("GRADWIRE_KEY_FILE", None)
     if keys[rank]:
@@ -230,33 +230,46 @@ def who_differ(keys: list[str], port: int) -> list[tuple[int, ...]]:
             assert type(caught.value) is hvd.CollectiveError  # no deadline has passed, and no rank is lost
             assert caught.value.__cause__ is None  # it says all
             named.append(caught.value.ranks)
+        del caught  # its traceback holds the store
         if dist.is_initialized():
             dist.destroy_process_group()
         os.environ.pop("GRADWIRE_KEY_FILE", None)
-        os.environ |= place | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": str(port)}
+        os.environ |= place | {"TORCHELASTIC_USE_AGENT_STORE": str(not serves), "TORCHELASTIC_RUN_ID": str(port)}
     return named
 
 
 @pytest.mark.parametrize(
-    ("keys", "odd"),
+    ("keys", "odd", "serves"),
     [
-        (("key", "key", ""), 2),
-        (("", "key", "key"), 0),
-        (("key", "another", "key"), 1),
-        (("", "key", ""), 1),
-        (("key", "key", "missing"), 2),
-        (("missing", "key", "key"), 0),
+        (("key", "key", ""), 2, False),
+        (("", "key", "key"), 0, False),
+        (("key", "another", "key"), 1, False),
+        (("", "key", ""), 1, False),
+        (("key", "key", "missing"), 2, False),
+        (("missing", "key", "key"), 0, False),
+        (("missing", "key", "key"), 0, True),
     ],
-    ids=["no key", "rank 0 has no key", "another key", "others have no key", "no file", "rank 0 has no file"],
+    ids=[
+        "no key",
+        "rank 0 has no key",
+        "another key",
+        "others have no key",
+        "no file",
+        "rank 0 has no file",
+        "rank 0 has no file, and serves the store",
+    ],
 )
 def test_all_ranks_learn_soon_whose_key_differs(
-    failing_world: Callable[[int], World], tmp_path: Path, keys: tuple[str, ...], odd: int
+    failing_world: Callable[[int], World], tmp_path: Path, keys: tuple[str, ...], odd: int, serves: bool
 ) -> None:
     for name in {*keys} - {"", "missing"}:
         Key.made().write(tmp_path / name)
     world = failing_world(len(keys))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for named in world.run(who_differ, [key and str(tmp_path / key) for key in keys], store.port):
+    port = store.port
+    if serves:
+        del store  # the port is free then
+    for named in world.run(who_differ, [key and str(tmp_path / key) for key in keys], port, serves):
         assert all(odd in ranks for ranks in named), named
 
 

@@ -52,8 +52,9 @@ _POLL_S = 0.05
 #: The limit of one attempt to connect to the store, and how long no process listens before the store counts as ended.
 _ATTEMPT_S, _GONE_S = 1.0, 1.0
 
-#: How long a rank that cannot use its key tries to leave a note in the store.
-_WITHDRAW_S = 5.0
+#: How long a rank that cannot use its key tries to leave a note in the store, and serves the store to ranks that come to read
+#: it; and how long ranks that have arrived may take to read it.
+_WITHDRAW_S, _READ_S = 5.0, 1.0
 
 #: How long the ranks of a generation of an elastic job may take to arrive: all of them were waiting when it began.
 _GENERATION_S = 10.0
@@ -121,6 +122,8 @@ def meet(
             except UnusableKey as error:
                 until = min(arrive_by, time.monotonic() + _WITHDRAW_S)
                 withdraw_from(store, error, launch.rank, launch.size, keepers, until, place=texts_place, number=number)
+                if launch.rank in keepers and may_coordinate:
+                    _serve(store, launch.size, number, until)
                 raise
             admission = OneJob(card, place)
             monitor = meet_by(
@@ -205,6 +208,16 @@ def _open_store(launch: Launch, address: str, port: int, deadline: float) -> tup
             if "EADDRINUSE" not in str(error):
                 raise
     return _reach(launch, address, port, deadline), False
+
+
+def _serve(store: Store, size: int, number: int, deadline: float) -> None:
+    """Return when all ranks have arrived in this attempt and had time to read a note, or at the deadline: the store, which is in
+    this process, may end then. number: of the attempt."""
+    while time.monotonic() < deadline:
+        if all(store.add(f"arrivals/{rank}", 0) >= number for rank in range(size)):
+            time.sleep(_READ_S)
+            return
+        time.sleep(_POLL_S)
 
 
 def _store(launch: Launch, address: str, port: int, timeout: timedelta, *, keeps: bool) -> Store:

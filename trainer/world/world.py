@@ -90,10 +90,11 @@ def init(
     logger `gradwire` on rank 0 names the variables that are used and those that are ignored.
 
     Raises ValueError if the environment does not say how to find rank 0, for invalid arguments and variables, and for a key that
-    cannot be used: the other ranks raise CollectiveError at once, unless this process has used another key before, or is a worker
-    of an elastic job. Raises RuntimeError in a process that was forked from a rank after its init(). Raises CollectiveError if
-    the ranks do not find each other in time; in an elastic job, TimeoutError if the launcher begins no generation with this
-    process in time, and RuntimeError if the job has ended.
+    cannot be used: the other ranks raise CollectiveError at once, unless this process has used another key before, is a worker of
+    an elastic job, or serves the store, as rank 0 does without torchrun, and they arrive more than five seconds later. Raises
+    RuntimeError in a process that was forked from a rank after its init(). Raises CollectiveError if the ranks do not find each
+    other in time; in an elastic job, TimeoutError if the launcher begins no generation with this process in time, and
+    RuntimeError if the job has ended.
     """
     if _holder.world is not None:
         if not _holder.world.is_of_this_process:
