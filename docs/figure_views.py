@@ -379,46 +379,29 @@ def replicas(name: str) -> str:
 
 def utilization(name: str) -> str:
     """Return a table of the share of the time that ranks compute: a row for each codec and number of steps between exchanges, and
-    a column for each rate; and a line with the distance from x / (1 + x)."""
-    run = figures(name)["rows"]
+    a column for each rate; with the bytes sent until the losses after equal tokens, and these losses, over those of uncompressed
+    gradients. And a line with the distance from x / (1 + x)."""
+    run = figures(name)
     rows: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
-    for row in run:
+    for row in run["rows"]:
         rows[row["codec"], row["every"]].append(row)
-    cells = (
-        (_codec_or_none(codec), str(every), *(f"{100 * row['utilization']:.0f} %" for row in each))
-        for (codec, every), each in rows.items()
-    )
-    rates = dict.fromkeys(row["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for row in run)
-    table = _table(("codec", "steps between exchanges", *rates), cells, f"---{'|---:' * (1 + len(rates))}")
-    xs = (row["computing_over_transfer"] for row in run)
-    off = [abs(row["utilization"] - x / (1 + x)) for row, x in zip(run, xs, strict=True)]
-    line = (
-        f"(From x / (1 + x), the median distance is {100 * median(off):.0f} points, the largest {100 * max(off):.0f}.)"
-    )
-    return f"{table}\n{line}\n"
-
-
-def utilization_losses(name: str) -> str:
-    """Return a table of the losses after equal tokens, and of the bytes that a rank has sent until then, over those of
-    uncompressed gradients: a row for each codec and number of steps between exchanges."""
-    meta = figures(name)["meta"]
-    rows: dict[tuple[str, int], dict[str, dict[str, Any]]] = defaultdict(dict)
-    for row in meta["losses"]:
-        rows[row["codec"], row["every"]][row["rule"]] = row
-    base = rows["none", 1]["synchronous"]
+    trained: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in run["meta"]["losses"]:
+        trained[row["codec"], row["every"]].append(row)
+    (base,) = trained["none", 1]
     cells = []
-    for (codec, every), of in rows.items():
-        first = of.get("synchronous") or of["average"]
-        losses = (f"{row['loss'] / base['loss']:.3f}" for row in of.values())
-        sent = _number(first["sent_bytes"] / base["sent_bytes"])
-        cells.append((_codec_or_none(codec), str(every), sent, *losses, *[""] * (2 - len(of))))
-    heading = ("codec", "steps between exchanges", "bytes sent", "loss", "loss with `diloco`'s outer optimizer")
-    warmup = f"{meta['loss_steps']} steps; with local updates, the first {meta['warmup_steps']} are synchronous and uncompressed"
-    return _table(heading, cells, f"---{'|---:' * 4}") + f"\n({warmup}.)\n"
-
-
-def _codec_or_none(codec: str) -> str:
-    return "uncompressed" if codec == "none" else f"`{codec}`"
+    for (codec, every), each in rows.items():
+        shares = (f"{100 * row['utilization']:.0f} %" for row in each)
+        first, *others = trained[codec, every]
+        of_training = (f"{first[of] / base[of]:.3f}" for of in ("sent_bytes", "loss"))
+        with_outer = f"{others[0]['loss'] / base['loss']:.3f}" if others else ""
+        cells.append(("none" if codec == "none" else f"`{codec}`", str(every), *shares, *of_training, with_outer))
+    rates = dict.fromkeys(row["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for row in run["rows"])
+    heading = ("codec", "steps between exchanges", *rates, "bytes", "loss", "loss, `diloco`")
+    xs = (row["computing_over_transfer"] for row in run["rows"])
+    off = [100 * abs(row["utilization"] - x / (1 + x)) for row, x in zip(run["rows"], xs, strict=True)]
+    line = f"(From x / (1 + x), the median distance is {median(off):.0f} points, the largest {max(off):.0f}.)"
+    return _table(heading, cells, f"---{'|---:' * (len(heading) - 1)}") + f"\n{line}\n"
 
 
 def published_utilization(name: str) -> str:
@@ -561,7 +544,6 @@ VIEWS: dict[str, Callable[..., str]] = {
     "rules": rules,
     "replicas": replicas,
     "utilization": utilization,
-    "utilization_losses": utilization_losses,
     "published_utilization": published_utilization,
     "command": command,
     "predictions": predictions,

@@ -77,6 +77,7 @@ RUNS: dict[str, str] = {
     "shares-one-host": f"{_TORCHRUN.format(2)} {_SHARES}",
     "shares-2-hosts-1gbit": f"{_HOSTS.format(2, 2, '1gbit')} {_SHARES}",
     **{f"private-{rate}": f"python -m gradwire.bench private --rate {rate} --rounds 8" for rate in ("10gbit", "1gbit")},
+    "utilization": "python -m gradwire.bench utilization",
     "backends-one-host": f"{_TORCHRUN.format(2)} backends --rounds 20",
     "backends-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} backends --rounds 12",
 }

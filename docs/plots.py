@@ -22,6 +22,8 @@ from gradwire.bench.training import convex_report, rules_report, shares_report
 from gradwire.bench.training.convex_report import ConvexRow
 from gradwire.bench.training.rules_report import RuleRow
 from gradwire.bench.training.shares_report import ShareRow
+from gradwire.bench.utilization import report as utilization_report
+from gradwire.bench.utilization.report import UtilizationRow
 
 DOCS = Path(__file__).parent
 
@@ -73,6 +75,7 @@ def pictures() -> Iterator[Picture]:
     for name in ("rules-slow-link", "rules-gigabit", "rules-slow-rank"):
         yield Picture(name, name, RuleRow, rules_report.draw)
     yield Picture("shares", "shares-one-host", ShareRow, shares_report.draw)
+    yield Picture("utilization", "utilization", UtilizationRow, utilization_report.draw)
 
 
 if __name__ == "__main__":
