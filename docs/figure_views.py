@@ -127,24 +127,23 @@ def plans(*names: str) -> str:
 
 
 def private(*names: str) -> str:
-    """Return a table of the cases of `bench private`, with three columns for each of these runs: the time without a key, and the
-    times with a key and with checksums as multiples of it."""
+    """Return a table of the cases of `bench private`, with two columns for each of these runs: the times with a key and with
+    checksums, as multiples of that without."""
     columns: list[dict[tuple[str, str], dict[str, Any]]] = []
     heading, runs = [""], [figures(name) for name in names]
     for run in runs:
         columns.append({(row["case"], row["mode"]): row for row in run["rows"]})
         rate = run["meta"]["rate"].replace("gbit", " Gbit/s")
-        heading += [f"{rate}: without a key, ms", "with a key", "with checksums"]
+        heading += [f"{rate}: with a key", "with checksums"]
     found = []
     for case in dict.fromkeys(case for case, _ in columns[0]):
         cells = [case]
         for column in columns:
-            cells.append(f"{median(column[case, PLAIN]['turns_ms']):.3g}")
             for row in (column[case, mode] for mode in MODES if mode != PLAIN):
                 cells.append(f"**{_number(row['over_plain'])}**{_interval(row['interval'])}")
         found.append(cells)
     (where,) = {_where({**run["meta"], "network": None}) for run in runs}
-    return _table(heading, found, f"---{'|---:|---|---' * len(names)}") + f"\n({where}.)\n"
+    return _table(heading, found, f"---{'|---|---' * len(names)}") + f"\n({where}.)\n"
 
 
 def backends(*names: str) -> str:
