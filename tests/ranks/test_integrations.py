@@ -18,6 +18,7 @@ import yaml
 
 from tests.interpreter import python
 from tests.pages import ROOT
+from tests.ports import unused_port
 from tests.ranks.programs import DEADLINE_S, ended, launch, launch_text, start
 
 FOLDER = ROOT / "docs" / "integrations"
@@ -241,7 +242,7 @@ def test_the_trackers_of_the_guide(tmp_path: Path) -> None:
     trackers = [each for each in fragments if "\ndef to_" in each]
     assert len(trackers) == 3
     guarded = "\n".join("if hvd.rank() == 0:\n" + textwrap.indent(each, "    ") for each in trackers)
-    port = str(40000 + os.getpid() % 10000)
+    port = str(unused_port())
     assert guarded.count("9400") == 1
     script = TRACKED.format(fragments=guarded.replace("9400", port))
     output = launch_text(script, tmp_path)
@@ -270,7 +271,7 @@ def test_a_cell_of_a_notebook_starts_its_ranks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     text = (FOLDER / "notebook.py").read_text()
     assert text.count("num_processes=2") == 1
-    cell = text.replace("num_processes=2", f'num_processes=2, use_port="{20000 + os.getpid() % 10000}"')
+    cell = text.replace("num_processes=2", f'num_processes=2, use_port="{unused_port()}"')
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
     NotebookClient(notebook, timeout=int(DEADLINE_S), kernel_name="python3").execute()
     assert "20 exchanges" in str(notebook.cells[0].outputs)
@@ -306,7 +307,7 @@ def test_pods_of_kubernetes_meet_in_a_store_that_is_none_of_theirs() -> None:
     keeps, trains = (each["spec"]["template"]["spec"]["containers"][0] for each in (deployment, job))
     store, pod = keeps["command"], trains["command"]
     environment = {each["name"]: each["value"] for each in trains["env"]}
-    port = str(30000 + os.getpid() % 10000)
+    port = str(unused_port())
     assert store[-1].count("29500") == 1
     replaced = {
         "--nproc-per-node=2": "--nproc-per-node=1",
@@ -350,7 +351,7 @@ def test_skypilot_starts_its_ranks() -> None:
     task = read_yaml("skypilot.yaml")
     script = task["run"].replace("ddp.py", str(FOLDER / "ddp.py"))
     assert script.count("29500") == 1
-    port = str(20000 + os.getpid() % 10000)
+    port = str(unused_port())
     envs = {name: str(value) for name, value in task["envs"].items()}
     sky = {"SKYPILOT_NODE_IPS": "127.0.0.1", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}
     assert "20 exchanges" in call(["bash", "-euc", script.replace("29500", port)], **envs, **sky)

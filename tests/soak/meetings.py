@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import torch.distributed as dist
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.trainer.world import meeting
+from tests.ports import unused_port
 from tests.soak.faults import KILLED, STOPPED, FaultOfOne
 from tests.soak.ranks import Life, failed_at_file, leave, meet_at_rank_0
 
@@ -195,9 +195,7 @@ def prepare_init(run: str, rank: int, size: int, directory: Path) -> None:
     """Leave torch.distributed, and set what a launcher does. run: what it calls the job."""
     store = dist.FileStore(str(directory / "meeting-point"), size)
     if rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            store.set("port", str(free.getsockname()[1]))
+        store.set("port", str(unused_port()))
     port = store.get("port").decode()
     store.set(f"ready/{rank}", "")
     store.wait([f"ready/{each}" for each in range(size)])
