@@ -135,3 +135,32 @@ def test_ranks_that_do_not_fit_together_say_so_at_once() -> None:
     for code, text in said["size"]:
         assert code == 1, text
         assert re.search(r"CollectiveError: .*rank 0 expects 2 ranks, and rank 1 on host \S+ 3: ", text), text
+
+
+WORKERS = """
+import multiprocessing
+import gradwire as hvd
+
+hvd.init(timeout_s=60)
+
+
+def work():
+    print("worked", flush=True)
+
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("{method}").Process(target=work)
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 1
+    print("rank done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.wide)])
+def test_init_in_a_worker_that_imports_the_script_is_an_error(tmp_path: Path, method: str) -> None:
+    """It has the environment of a rank, whose place it could take in a world that other ranks' workers join."""
+    said = launch_text(WORKERS.format(method=method), tmp_path, processes=1)
+    assert said.count("rank done") == 1
+    assert "__name__" in said
+    assert "worked" not in said

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ContextDecorator
 from typing import Any, Literal
@@ -92,9 +93,10 @@ def init(
     Raises ValueError if the environment does not say how to find rank 0, for invalid arguments and variables, and for a key that
     cannot be used: the other ranks raise CollectiveError at once, unless this process has used another key before, is a worker of
     an elastic job, or serves the store, as rank 0 does without torchrun, and they arrive more than five seconds later. Raises
-    RuntimeError in a process that was forked from a rank after its init(). Raises CollectiveError if the ranks do not find each
-    other in time; in an elastic job, TimeoutError if the launcher begins no generation with this process in time, and
-    RuntimeError if the job has ended.
+    RuntimeError in a process that was forked from a rank after its init(), and in a process of multiprocessing (such as a
+    DataLoader's worker) that imports the script. Raises CollectiveError if the ranks do not find each other in time; in an
+    elastic job, TimeoutError if the launcher begins no generation with this process in time, and RuntimeError if the job has
+    ended.
     """
     if _holder.world is not None:
         if not _holder.world.is_of_this_process:
@@ -108,6 +110,11 @@ def init(
                 "it to the first init()"
             )
         return
+    if _imports_script():
+        raise RuntimeError(
+            "init() was called by a process that multiprocessing started, such as a DataLoader's worker, while it imports the "
+            "script. This process is no rank: call init(), and all that starts processes, under if __name__ == '__main__':"
+        )
     settings = read_settings(os.environ).replaced(timeout_s, stall_warning_s, stall_shutdown_s)
     if key_file is not None:
         use_key_file(key_file)
@@ -140,6 +147,13 @@ def init(
         raise
     if world.rank == 0 and (said := notice(os.environ)):
         _log.warning("gradwire: %s", said)
+
+
+def _imports_script() -> bool:
+    """Return whether this is a process that multiprocessing started ('spawn', 'forkserver'), and that still imports the script:
+    as the module __mp_main__."""
+    callers = traceback.walk_stack(None)
+    return any(f.f_code.co_name == "<module>" and f.f_globals.get("__name__") == "__mp_main__" for f, _ in callers)
 
 
 def _join(settings: Settings, ranks: list[int] | None, process_sets: list[ProcessSet], *, owns: bool) -> World:
