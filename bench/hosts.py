@@ -71,6 +71,17 @@ def rate_bits_per_s(rate: str) -> float:
     return float(match[1]) * RATE_UNITS[match[2]]
 
 
+def link_rate(text: str) -> str:
+    """Return the text of a flag if it is a rate above 0. Raises argparse.ArgumentTypeError if not."""
+    try:
+        bits_per_s = rate_bits_per_s(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if bits_per_s == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate: nothing would arrive")
+    return text
+
+
 def rates_of(rate: str, hosts: int) -> list[str]:
     """Return the rate of every host's link. "100mbit,1gbit" is the rate of the first host, then the rate of all others.
 

@@ -34,7 +34,7 @@ import torch
 from gradwire.bench.failures.kills import Killer
 from gradwire.bench.failures.outcome import Outcome, compare, described, line
 from gradwire.bench.failures.ways import UNDISTURBED, WAYS, hosts_for, kill_all, start
-from gradwire.bench.hosts import HostsError, check_machine, rate_bits_per_s
+from gradwire.bench.hosts import HostsError, check_machine, link_rate
 from gradwire.bench.options import count_from, names_of, picture
 from gradwire.bench.results import software_and_machine, write_json
 
@@ -59,7 +59,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--repair-s", type=float, default=5.0, help="seconds after which a host that was lost comes back (5)")
     add("--ranks", type=partial(count_from, 2), default=4, help="number of ranks (4)")
     add("--hosts", type=partial(count_from, 1), default=1, help="simulated hosts; 1, the default: this machine")
-    add("--rate", default="1gbit", help="rate of each simulated host's link (1gbit)")
+    add("--rate", type=link_rate, default="1gbit", help="rate of each simulated host's link (1gbit)")
     add("--seed", type=partial(count_from, 0), default=0, help="seed of the choice of the ranks to kill (0)")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows, beside those of other ways in the file")
     add("--plot", type=picture, metavar="FILE.png", help="draw the file of -J, or the one that is given")
@@ -68,10 +68,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--plot needs either -J FILE, or one file that an earlier run has written")
     if flags.ranks % flags.hosts:
         parser.error(f"--ranks {flags.ranks} cannot be divided among --hosts {flags.hosts}")
-    try:
-        rate_bits_per_s(flags.rate)
-    except ValueError as error:
-        parser.error(str(error))
     return flags
 
 

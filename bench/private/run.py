@@ -57,15 +57,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--rate", default="10gbit", help="rate of each simulated host's link (10gbit)")
+    add("--rate", type=hosts.link_rate, default="10gbit", help="rate of each simulated host's link (10gbit)")
     add("--rounds", type=partial(count_from, 1), default=FEWEST_TURNS, help=f"turns of each mode ({FEWEST_TURNS})")
     add_results(parser)
-    flags = parser.parse_args(arguments)
-    try:
-        hosts.rates_of(flags.rate, HOSTS)
-    except ValueError as error:
-        parser.error(str(error))
-    return flags
+    return parser.parse_args(arguments)
 
 
 def planned(mode: str, key: Path, rate: str) -> list[hosts.Rank]:

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.hosts import rate_bits_per_s
+from gradwire.bench.hosts import link_rate, rate_bits_per_s
 from gradwire.bench.options import add_results, count_from, names_of, number_from
 from gradwire.bench.results import write_json
 from gradwire.bench.simulate.exchange import SHIFTED, Network
@@ -40,13 +40,7 @@ from gradwire.collectives.tuning.cost_model import Costs, LinkCost
 
 def _rate(text: str) -> float:
     """Return the bytes per second of a rate such as 100gbit."""
-    try:
-        byte_s = rate_bits_per_s(text) / 8
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if byte_s == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate: nothing would arrive")
-    return byte_s
+    return rate_bits_per_s(link_rate(text)) / 8
 
 
 def _parser() -> argparse.ArgumentParser:

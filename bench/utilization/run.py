@@ -60,8 +60,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     try:
         chosen.every = [count_from(1, each) for each in chosen.every.split(",")]
-        chosen.rates = sorted(chosen.rates.split(","), key=hosts.rate_bits_per_s)
-    except (ValueError, argparse.ArgumentTypeError) as error:
+        chosen.rates = sorted(map(hosts.link_rate, chosen.rates.split(",")), key=hosts.rate_bits_per_s)
+    except argparse.ArgumentTypeError as error:
         parser.error(str(error))
     alone = chosen.loss_steps - chosen.warmup_steps
     if chosen.loss_steps and (alone < 0 or any(alone % every for every in chosen.every)):

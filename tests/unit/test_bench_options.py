@@ -63,7 +63,7 @@ WRONG: list[tuple[Callable[[list[str]], object], str, str]] = [
     (rules.parse_arguments, "--k 0|--k 6|--k 1028|streaming --every 3 --delay 0|streaming --every 8 --delay 2", ""),
     (train.parse_arguments, "--batch=0|--seconds=0|--model=resnet|--checkpoint-every=0", ""),
     (failures.parse_arguments, "--plot p.png|file.json|--hosts 3|--rate fast", ""),
-    (private.parse_arguments, "--rate fast|--rate 1gbit,1gbit,1gbit|--rounds 0", ""),
+    (private.parse_arguments, "--rate fast|--rate 0gbit|--rate 1gbit,1gbit|--rounds 0", ""),
     (simulate.main, "--preset nobody", "hkbu-10gbe"),
     (simulate.main, "--model nobody", "resnet50"),
     (simulate.main, "--link 5", "gbit"),
