@@ -144,11 +144,20 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         is_inside = communicator.shares_memory and len(communicator.topology.hosts) == 1
         return is_inside and not cores.suffice(communicator.size, 1 + torch.get_num_threads())
 
+    def _real(self, tensor: Tensor, op: Any) -> Tensor:
+        """Return a tensor to be reduced; if it is complex, a view of it as pairs of real numbers. Raises TypeError for a complex
+        tensor if the operation is another one on complex numbers than on these pairs."""
+        if not tensor.is_complex():
+            return tensor
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise TypeError(f"rank {self.rank()}: a complex tensor can be summed and averaged, not reduced by {op}")
+        return torch.view_as_real(tensor)
+
     @_verb("all_reduce", may_delay=True)
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> GradwireWork:
-        """Reduce a tensor in place, to the same bits on all ranks."""
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> GradwireWork:
+        """Reduce a tensor in place, to the same bits on all ranks. tensors: a list of it, or in DDP's join(), the tensor."""
         opts = opts or dist.AllreduceOptions()
-        (tensor,) = tensors
+        (tensor,) = tensors = _tensors(tensors)
         op = _name_of(opts.reduceOp)
         is_async, is_plain = _is_async(opts), not (tensor.is_sparse or op in BITWISE)
         called = sys._getframe(1)  # that of call() in _verb()
@@ -156,7 +165,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         if not is_delayed:
             self._end_of_backward.begin()
         if is_plain:
-            part = self._communicator.allreduce(_real(tensor), op, async_op=is_async, awaited=is_delayed)
+            part = self._communicator.allreduce(self._real(tensor, op), op, async_op=is_async, awaited=is_delayed)
             work = GradwireWork(tensors, part, awaited=is_delayed)
             if is_delayed:
                 self._end_of_backward.add(work.finish, work.settle)
@@ -171,7 +180,8 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GradwireWork:
         """Reduce several tensors in place, as one operation."""
         opts = opts or dist.AllreduceCoalescedOptions()
-        moved, op = [_real(tensor) for tensor in tensors], _name_of(opts.reduceOp)
+        op = _name_of(opts.reduceOp)
+        moved = [self._real(tensor, op) for tensor in tensors]
         return GradwireWork(tensors, self._communicator.grouped_allreduce(moved, op, async_op=_is_async(opts)))
 
     @_verb("reduce")
@@ -180,7 +190,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         opts = opts or dist.ReduceOptions()
         (tensor,) = tensors
         op = _name_of(opts.reduceOp)
-        work = self._communicator.reduce(_real(tensor), opts.rootRank, op, async_op=_is_async(opts))
+        work = self._communicator.reduce(self._real(tensor, op), opts.rootRank, op, async_op=_is_async(opts))
         return GradwireWork(tensors, work)
 
     def _reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Any], opts: Any = None) -> GradwireWork:
@@ -189,8 +199,8 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         op, is_async = _name_of(opts.reduceOp), _is_async(opts)
         works = [
             self._communicator.reduce_scatter(
-                _real(output),
-                _real(given) if isinstance(given, Tensor) else list(map(_real, given)),
+                self._real(output, op),
+                self._real(given, op) if isinstance(given, Tensor) else [self._real(part, op) for part in given],
                 op,
                 async_op=is_async,
             )
@@ -333,6 +343,11 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         """Return the object whose capabilities torch reads: this group for the CPU, NCCL's backend for CUDA devices."""
         return self if torch.device(device).type == "cpu" else self.nccl()._get_backend(torch.device(device))
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Return the types of devices whose tensors the group takes, which torch's checkpoints look for."""
+        return [torch.device(kind) for kind in dist.Backend.backend_capability[TORCH_BACKEND]]
+
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -421,11 +436,6 @@ def _device_of(arguments: Sequence[Any]) -> torch.device | None:
         if isinstance(given, Tensor):
             return given.device if given.is_cuda else None
     return None
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor, or if it is complex, a view of it as pairs of real numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _name_of(op: Any) -> Any:

@@ -139,6 +139,11 @@ def odd(group: dist.ProcessGroup, rank: int, size: int) -> list[Tensor]:
     dist.all_reduce(complex_numbers, group=group)
     sparse = torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,), check_invariants=True)
     dist.all_reduce(sparse, group=group)
+    for op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX):  # not those of the real and imaginary parts
+        with pytest.raises((TypeError, RuntimeError)):
+            dist.reduce(complex_numbers.clone(), group_dst=0, op=op, group=group)
+        with pytest.raises((TypeError, RuntimeError)):
+            dist.reduce_scatter_tensor(complex_numbers[:1].clone(), complex_numbers[:size].clone(), op, group)
     return [complex_numbers, sparse.to_dense()]
 
 
@@ -186,6 +191,8 @@ SHARDED = """
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import async_save, load
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -215,6 +222,18 @@ for _ in range(5):
         step.step()
 for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
     torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-9, atol=1e-12)
+trained = [parameter.full_tensor() for parameter in model.parameters()]
+whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+async_save(get_model_state_dict(model), checkpoint_id="checkpoint").result()
+for way in ("from rank 0", "from the checkpoint"):
+    torch.nn.init.zeros_(model[0].weight)
+    if way == "from rank 0":
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, whole if dist.get_rank() == 0 else {}, options=options)
+    else:
+        load(get_model_state_dict(model), checkpoint_id="checkpoint")
+    for parameter, before in zip(model.parameters(), trained, strict=True):
+        assert torch.equal(parameter.full_tensor(), before), way
 dist.barrier()
 dist.destroy_process_group()
 dist.init_process_group("gradwire")  # again, in the same store
@@ -486,6 +505,7 @@ def train_by_ddp(
     *,
     make: Callable[[], nn.Module] = chain,
     accumulates: bool = False,
+    joins: bool = False,
     prepare: Callable[[dist.ProcessGroup, nn.Module], object] = lambda group, model: None,
     register: Callable[[DistributedDataParallel], object] = lambda ddp: None,
     steps: int = 6,
@@ -508,14 +528,15 @@ def train_by_ddp(
         ddp.register_comm_hook(state(group), hook if backend == "gradwire" else one_by_one)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     register(ddp)
-    for step in range(steps):
-        torch.manual_seed(10 * step + dist.get_rank())
-        optimizer.zero_grad()
-        if accumulates:
-            with ddp.no_sync():
-                ddp(torch.randn(8, 64)).square().mean().backward()
-        ddp(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
+    with ddp.join(enable=joins):
+        for step in range(steps + joins * dist.get_rank()):
+            torch.manual_seed(10 * step + dist.get_rank())
+            optimizer.zero_grad()
+            if accumulates:
+                with ddp.no_sync():
+                    ddp(torch.randn(8, 64)).square().mean().backward()
+            ddp(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
     if backend != "gloo":  # whose destructor waits, with the GIL, for a thread that may wait for the GIL
         dist.destroy_process_group(group)
     return [parameter.detach() for parameter in model.parameters()]
@@ -586,6 +607,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "unused": {"find_unused_parameters": True, "make": Layers},
     "static": {"static_graph": True, "gradient_as_bucket_view": True},
     "no_sync": {"accumulates": True},
+    "join": {"joins": True, "find_unused_parameters": True, "make": Layers},
     "checkpoints": {"make": partial(Layers, checkpoints=False), "find_unused_parameters": True},
     "reentrant": {"make": Reentrant},
     "reentrant, static": {"make": lambda: nn.Sequential(Reentrant(), Reentrant()), "static_graph": True},
