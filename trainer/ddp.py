@@ -225,10 +225,13 @@ class CompressionHook:
             if parameter.requires_grad and parameter not in self._hooks:
                 hook = partial(CompressionHook._arrived, weakref.ref(self), index)
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
-        accumulated = [(index, parameter.grad) for index, parameter in enumerate(self._names)]
         with names_rank:
-            has_passes = self._weights.passes
-            self._weights.weigh(samples, {i: grad for i, grad in accumulated if has_passes and grad is not None})
+            self._weights.weigh(samples, self._accumulated())
+
+    def _accumulated(self) -> dict[int, Tensor]:
+        """Return the gradients of the passes that DDP has not averaged yet, by parameter."""
+        grads = [parameter.grad for parameter in self._names or () if self._weights.passes]
+        return {index: grad for index, grad in enumerate(grads) if grad is not None}
 
     @staticmethod
     @uncompiled
@@ -241,8 +244,13 @@ class CompressionHook:
             if (task := graph_task()) != self._graph_task:
                 self._graph_task = task
                 self._weights.begin_pass()
+                when_backward_ends(self._end_pass)
             if self._weights.discards_pass and parameter.grad is not None:
                 parameter.grad = self._weights.undo_pass(index, parameter.grad)
+
+    @uncompiled
+    def _end_pass(self) -> None:
+        self._weights.end_pass(self._accumulated())
 
     def _agree_on_weights(self) -> None:
         """Wait until the samples of all ranks are known, before the first bucket of a step."""

@@ -241,6 +241,15 @@ def test_passes_that_the_program_discards_do_not_count(discard: str) -> None:
 
 
 @on_ranks(2)
+def test_passes_whose_gradients_are_zero_count() -> None:
+    """As those of a hinge loss, when every sample is beyond the margin."""
+    model, rank = Scale(backward_passes_per_step=3), hvd.rank()
+    model.push(0.0, (4, 2)[rank])
+    model.push(0.0, (1, 3)[rank])
+    assert model.push((3.0, 5.0)[rank], (2, 4)[rank]) == pytest.approx(26 / 16)
+
+
+@on_ranks(2)
 def test_an_exchange_that_has_failed_leaves_nothing() -> None:
     model, rank = Scale(backward_passes_per_step=2), hvd.rank()
     model.push(1.0, (1, 3)[rank])
@@ -600,6 +609,20 @@ def test_ddp(view: bool, count: int) -> None:
     train_alone(alone, adamw(alone), CHANGING, 3, count=count)
     assert_close(model, alone)
     assert_same_on_all_ranks(list(model.parameters()))
+    hook.close()
+
+
+@on_ranks(2, initialized=False)
+def test_ddp_counts_passes_whose_gradients_are_zero() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    ddp, hook = DistributedDataParallel(module), hvd.ddp_comm_hook("none", module.named_parameters())
+    ddp.register_comm_hook(None, hook)
+    hook.weigh(5)
+    with ddp.no_sync():
+        ddp(torch.zeros(1, 1)).sum().backward()
+    hook.weigh((1, 3)[dist.get_rank()])
+    ddp(torch.full((1, 1), (3.0, 5.0)[dist.get_rank()])).sum().backward()
+    assert float(module.weight.grad) == pytest.approx(18 / 14)  # type: ignore[arg-type]
     hook.close()
 
 

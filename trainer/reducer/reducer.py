@@ -260,8 +260,11 @@ class Reducer:
         with self._lock:
             if self._unhooked:
                 self._hook_parameters()
-            grads = enumerate(map(_grad_of, self.parameters)) if self.has_unreduced else ()
-            self.weights.weigh(samples, {index: grad for index, grad in grads if grad is not None})
+            self.weights.weigh(samples, self._accumulated() if self.has_unreduced else {})
+
+    def _accumulated(self) -> dict[int, Tensor]:
+        """Return the existing gradients, by parameter."""
+        return {index: grad for index, grad in enumerate(map(_grad_of, self.parameters)) if grad is not None}
 
     def flush(self) -> None:
         """Exchange now, unless this window's exchange is done and nothing was accumulated since."""
@@ -451,6 +454,8 @@ class Reducer:
                 for bucket in self.layout.buckets:
                     if bucket.missing:
                         bucket.copy_in()
+                if self.weights.is_used:
+                    self.weights.end_pass(self._accumulated())
 
     @uncompiled
     def _on_all_weighed(self) -> None:

@@ -35,8 +35,9 @@ class _Window:
 
     passes: their number. samples: those of all of them. unit: by what parameter.grad must be multiplied to get the sum of
     samples * gradient over the passes. next: the samples of the next pass, once they are known. before: the gradients from before
-    the present pass, by parameter, if it stands for no samples. fault: text of the ValueError that all ranks raise in the
-    exchange. sum: the running sum of the samples of all ranks. is_agreed: whether the factors are those of this window.
+    the present pass, by parameter, if it stands for no samples. are_zeros: whether all gradients were 0 when the last pass ended,
+    as those of a hinge loss may be. fault: text of the ValueError that all ranks raise in the exchange. sum: the running sum of
+    the samples of all ranks. is_agreed: whether the factors are those of this window.
     """
 
     passes: int = 0
@@ -44,6 +45,7 @@ class _Window:
     unit: float = 0.0
     next: float | None = None
     before: dict[int, Tensor] | None = None
+    are_zeros: bool = False
     fault: str = ""
     sum: Work | None = None
     is_agreed: bool = False
@@ -76,8 +78,8 @@ class Weights:
 
     def weigh(self, samples: float | Tensor, accumulated: Mapping[int, Tensor]) -> None:
         """Set the samples of the next pass; the last call before a pass counts. accumulated: the gradients of the passes of this
-        window, by parameter. If they are None or 0, the program has discarded these passes. Raises TypeError unless samples is a
-        number; the exchange raises other faults, on all ranks."""
+        window, by parameter. If they are None, or have become 0, the program has discarded these passes. Raises TypeError unless
+        samples is a number; the exchange raises other faults, on all ranks."""
         given: object = samples.item() if isinstance(samples, Tensor) and samples.numel() == 1 else samples
         if isinstance(given, bool) or not isinstance(given, numbers.Real):
             raise TypeError(f"samples must be a number, not {samples!r}")
@@ -85,7 +87,7 @@ class Weights:
         self.is_used = True
         if self._window.is_agreed:  # the exchange has failed
             self._window = _Window()
-        if self._window.passes and not any(bool(gradient.any()) for gradient in accumulated.values()):
+        if self._window.passes and not (accumulated and (self._window.are_zeros or _any(accumulated))):
             self.forget()
             accumulated = {}
         window = self._window
@@ -110,6 +112,10 @@ class Weights:
         window.samples += window.next or 0.0
         window.next = None
         window.passes += 1
+
+    def end_pass(self, accumulated: Mapping[int, Tensor]) -> None:
+        """Note the gradients of the passes so far, at the end of one after which another one follows."""
+        self._window.are_zeros = not _any(accumulated)
 
     @property
     def passes(self) -> int:
@@ -199,6 +205,11 @@ class Weights:
     def close(self) -> None:
         """End the window."""
         self._window = _Window()
+
+
+def _any(gradients: Mapping[int, Tensor]) -> bool:
+    """Return whether any gradient has a number other than 0."""
+    return any(bool(gradient.any()) for gradient in gradients.values())
 
 
 def explain(error: Mismatch) -> None:
