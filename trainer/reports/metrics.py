@@ -45,8 +45,8 @@ class StepMetrics:
     seconds: the time since the end of the previous step, or for the first, since the optimizer was made.
     wait_s: for how many of these seconds the host waited for the exchange, in backward(), step() and synchronize().
     exchange_s: the seconds from the start of the first bucket's exchange to the end of the last one's, including
-    backward() in between; None without an exchange, and with rules.NextForward. On a GPU, that of the step before, whose end is
-    known.
+    backward() in between; None without an exchange, and with a rule other than the default and rules.Sharded. On a GPU, that of
+    the step before, whose end is known.
     bytes_sent, bytes_uncompressed: as in ExchangeStats, but of this step only.
     busbw_gb_s: 2(p-1)/p times the bytes of the gradients, divided by exchange_s, with p ranks, in 1e9 bytes per second; (p-1)/p
     times the bytes of gradients that are reduce-scattered, that is, with rules.Sharded and without a codec. None if exchange_s
