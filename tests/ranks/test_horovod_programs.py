@@ -6,6 +6,7 @@ import importlib
 import os
 import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import gradwire as hvd
 from gradwire.trainer.horovod.run import run as horovod_run
 from tests.harness import Worlds, wide
 from tests.interpreter import python
+from tests.pages import ROOT
 
 PROGRAMS = Path(__file__).parent / "horovod_programs"
 
@@ -93,6 +95,17 @@ def test_horovods_run_returns_what_each_rank_returns(monkeypatch: pytest.MonkeyP
     for given in ({"np": 0}, {"hosts": "elsewhere:1"}, {"use_mpi": True}):
         with pytest.raises(ValueError, match=r"num_proc|hosts|use_mpi"):
             horovod_run(in_a_world, **given)
+
+
+def test_horovods_run_needs_the_guard_of_a_main_module(tmp_path: Path) -> None:
+    """Without it, every rank would begin with a job of its own."""
+    script = tmp_path / "unguarded.py"
+    script.write_text("import os\nfrom gradwire.trainer.horovod.run import run\nrun(os.getpid, num_proc=1)\n")
+    ended = subprocess.run(
+        [python(), script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode != 0
+    assert "RuntimeError" in ended.stderr
 
 
 def test_only_the_import_names_this_project() -> None:

@@ -323,7 +323,9 @@ def test_another_codec_takes_over_what_is_owed(before: str, now: str, said: str 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.load_state_dict(saved)
-    messages = [str(warning.message) for warning in caught if "saved" in str(warning.message)]
+    ours = [warning for warning in caught if "saved" in str(warning.message)]
+    messages = [str(warning.message) for warning in ours]
+    assert all(warning.filename == __file__ for warning in ours)
     takes_over = debts if now in ("topk", "int8") else []
     assert len(messages) == (hvd.rank() == 0 and (said is not None or bool(takes_over)))
     if said is not None and messages:

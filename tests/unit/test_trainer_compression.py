@@ -141,8 +141,9 @@ def test_a_plain_optimizer_loads_what_codecs_have_saved() -> None:
     assert KEY not in plain.state_dict()
 
     wrapped = optimizer_of(module)
-    with pytest.warns(UserWarning, match="the residuals are lost"):
+    with pytest.warns(UserWarning, match="the residuals are lost") as warned:
         wrapped.load_state_dict(saved)
+    assert warned[0].filename == __file__
     train(module, wrapped)
     assert KEY not in wrapped.state_dict()
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import spawn
+from multiprocessing import current_process, spawn
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,10 @@ def call_in(folder: str) -> None:
     from gradwire.trainer.horovod.alias import alias_horovod
 
     main, call = pickle.loads((Path(folder) / "call").read_bytes())
+    marks = vars(current_process())
+    marks["_inheriting"] = True  # as multiprocessing does: run() raises in a main module that calls it unguarded
     spawn.prepare(main)
+    del marks["_inheriting"]
     alias_horovod()
     func, args, kwargs = pickle.loads(call)
     returned = Path(folder) / os.environ["RANK"]

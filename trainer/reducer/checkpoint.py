@@ -65,7 +65,7 @@ def load_state(reducer: Reducer, state_dict: dict[str, Any], also: Sequence[dict
     if not reducer.planner.is_encoded:
         optimizer.load_state_dict(bare)
         if communicator.rank == 0 and has_residuals(state_dict.get(KEY)):
-            warnings.warn("rank 0: saved with codecs, loaded without: the residuals are lost", stacklevel=4)
+            warnings.warn("rank 0: saved with codecs, loaded without: the residuals are lost", stacklevel=5)
         return
 
     def read(state: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _warn(given: Given, now: int) -> None:
             f"; those of ranks {lost}, which no rank loaded, are lost: load on every rank the state that it saved, and by "
             "load_state_dict(..., also=[...]) the states of ranks that no longer exist"
         )
-    warnings.warn(message, stacklevel=5)
+    warnings.warn(message, stacklevel=6)
 
 
 def has_residuals(part: Any) -> bool:

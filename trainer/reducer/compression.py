@@ -228,7 +228,7 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
         return encoding.codec
     raise ValueError(
         f"{encoding.codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which keeps the "
-        f"error for the next step; a verb takes a codec without error feedback"
+        f"error for the next step; a verb takes a codec without error feedback, such as TopK() instead of 'topk'"
     )
 
 
