@@ -474,6 +474,24 @@ def test_frozen_parameters_stay_until_they_are_trained(warmup_steps: int) -> Non
     optimizer.close()
 
 
+@pytest.mark.parametrize("frozen_at", [4, 5, 6])
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"fragments": 2}], ids=str)
+@on_ranks(2)
+def test_what_is_frozen_between_exchanges_becomes_equal(options: dict[str, int], frozen_at: int) -> None:
+    model = network()
+    optimizer = wrapped(model, every=4, **options)
+    train(model, optimizer, range(frozen_at))
+    frozen = model[0].weight.requires_grad_(False)
+    saved = optimizer.state_dict()
+    optimizer.close()
+
+    optimizer = wrapped(model, every=4, **options)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(frozen_at, 12))
+    assert_same_on_all_ranks([frozen])
+    optimizer.close()
+
+
 @on_ranks(2)
 def test_a_step_after_the_end_leaves_nothing_to_wait_for() -> None:
     model = network()

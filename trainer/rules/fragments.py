@@ -50,6 +50,7 @@ class Fragment:
         named: dict[Tensor, str] = dict(zip(self._outer, names, strict=True))
         self._names = names
         self._marks: list[tuple[int, int]] | None = None
+        self._trained: set[int] = set()  # the parameters that were not frozen in a step since the last move()
         self._merged_late: dict[int, Tensor] = {}  # what _merged() returns, where it depends on the parameter, too
         # By parameter, a value that no step has set, since the last move(), and whether it was set during an exchange.
         self._loaded: dict[int, tuple[Tensor, bool]] = {}
@@ -70,21 +71,23 @@ class Fragment:
     @torch.no_grad()
     def look(self, *, in_flight: bool) -> None:
         """Keep the values of parameters that something else than a step has changed since mark(), such as a load_state_dict()
-        of the model. in_flight: whether the fragment is being exchanged."""
+        of the model, and note which ones the next step trains. in_flight: whether the fragment is being exchanged."""
         now = self._now()
         for index, (mark, before) in enumerate(zip(now, self._marks or now, strict=True)):
             if mark != before:
                 self._loaded[index] = self._parameters[index].detach().clone(), in_flight
         self._marks = now
+        self._trained |= {index for index, parameter in enumerate(self._parameters) if parameter.requires_grad}
 
     @torch.no_grad()
     def move(self) -> None:
         """Set the outer parameters' gradients, in the buckets, to this rank's pseudo-gradients: the values that the parameters
-        had, minus the parameters. Frozen parameters have none."""
+        had, minus the parameters. Parameters that were frozen in all steps have none."""
         self._moving, self._loaded = self._loaded, {}
+        trained, self._trained = self._trained, set()
         for index, (parameter, outer) in enumerate(zip(self._parameters, self._outer, strict=True)):
-            outer.requires_grad_(parameter.requires_grad)
-            if not parameter.requires_grad:
+            outer.requires_grad_(index in trained)
+            if index not in trained:
                 outer.grad = None
                 continue
             begin = self._moving[index][0].to(outer.dtype) if index in self._moving else self._merged(index)
@@ -136,13 +139,15 @@ class Fragment:
 
     @torch.no_grad()
     def merge(self, alpha: float) -> None:
-        """Set the parameters that are not frozen to (1 - alpha) * outer parameter + alpha * parameter."""
+        """Set the parameters that move() has moved to (1 - alpha) * outer parameter + alpha * parameter; those that are frozen
+        now to the outer parameter, since no later exchange might make them equal on all ranks."""
         for index, (parameter, outer) in enumerate(zip(self._parameters, self._outer, strict=True)):
-            if not parameter.requires_grad:
+            if not outer.requires_grad:
                 continue
-            wanted = outer if alpha == 0 else torch.lerp(outer, parameter.to(outer.dtype), alpha)
+            own = alpha if parameter.requires_grad else 0.0
+            wanted = outer if own == 0 else torch.lerp(outer, parameter.to(outer.dtype), own)
             parameter.copy_(wanted)
-            if alpha and parameter.dtype != outer.dtype:
+            if own and parameter.dtype != outer.dtype:
                 self._merged_late[index] = outer - (wanted - parameter)
 
     def _merged(self, index: int) -> Tensor:
@@ -158,13 +163,15 @@ class Fragment:
         return [(parameter._version, parameter.data_ptr()) for parameter in self._parameters]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outer parameters, the state of the outer optimizer and its exchange, and the values from which the
-        parameters are subtracted, where they are not those of the outer parameters."""
+        """Return the outer parameters, the state of the outer optimizer and its exchange, the values from which the parameters
+        are subtracted, where they are not those of the outer parameters, and which parameters steps and move() have changed."""
         return {
             "outer": [outer.detach().clone() for outer in self._outer],
             "optimizer": self.rule.state_dict(),
             "merged": {index: value.clone() for index, value in self._merged_late.items()},
             "loaded": {index: [value.clone(), late] for index, (value, late) in self._loaded.items()},
+            "trained": sorted(self._trained),
+            "moved": [index for index, outer in enumerate(self._outer) if outer.requires_grad],
         }
 
     def load_state_dict(self, state: dict[str, Any], also: Sequence[dict[str, Any]], *, keep_rates: bool) -> None:
@@ -178,6 +185,9 @@ class Fragment:
             self._merged_late[index] = value.to(self._outer[index].device)
         for index, (value, late) in state.get("loaded", {}).items():
             self._loaded[index] = value.to(self._outer[index].device), late
+        self._trained.update(state.get("trained", ()))
+        for index in state.get("moved", ()):
+            self._outer[index].requires_grad_(True)
         rates = [group["lr"] for group in self._optimizer.param_groups] if keep_rates else []
         self.rule.load_state_dict(state["optimizer"], [other["optimizer"] for other in also])
         for group, rate in zip(self._optimizer.param_groups, rates, strict=keep_rates):
