@@ -127,6 +127,7 @@ class CompressionHook:
         self._arrivals = threading.Lock()  # autograd calls hooks from one thread per device
         self._loaded: list[dict[str, Any]] = []  # loaded buffers with parameters that DDP has not come with yet
 
+    @uncompiled  # DDP calls it inside of a compiled training step
     def __call__(
         self,
         state: object,

@@ -29,7 +29,7 @@ from gradwire.collectives.environment import TORCH_BACKEND
 from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.torch_backend.reductions import BITWISE, allreduce_bits, allreduce_sparse
 from gradwire.collectives.torch_backend.work import GradwireWork, Mover
-from gradwire.collectives.torch_internals import ProcessGroup, nccl_group, profiling
+from gradwire.collectives.torch_internals import ProcessGroup, nccl_group, profiling, uncompiled
 from gradwire.collectives.transports.nccl import NcclConnections
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -54,7 +54,7 @@ def _verb(name: str, verb: str = "", *, may_delay: bool = False) -> Callable[[_M
     may_delay: whether the method decides by itself whether they begin."""
 
     def decorate(method: _Method) -> _Method:
-        @wraps(method)
+        @uncompiled  # DDP calls it inside of a compiled model
         def call(self: GradwireGroup, *arguments: Any, **options: Any) -> GradwireWork:
             if (device := _device_of(arguments)) is not None:
                 ours = verb or method.__name__
@@ -69,7 +69,7 @@ def _verb(name: str, verb: str = "", *, may_delay: bool = False) -> Callable[[_M
                 self._coalesced.append(work)
             return work
 
-        return call  # type: ignore[return-value]
+        return wraps(method)(call)  # type: ignore[return-value]
 
     return decorate
 

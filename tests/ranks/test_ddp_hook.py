@@ -229,6 +229,28 @@ def test_a_backward_that_fails_leaves_no_rank_waiting() -> None:
         dist.barrier()
 
 
+@on_ranks(2)
+def test_a_compiled_training_step() -> None:
+    """torch calls the hook and the backend inside of what it compiles."""
+    group = dist.new_group(backend="gradwire")
+    for compression in (None, "none"):
+        found = []
+        for step in (train, torch.compile(train, backend="eager")):
+            hook = compression and gradwire.ddp_comm_hook(compression, process_group=group)
+            model = DistributedDataParallel(
+                model_of(), process_group=group
+            )  # the compiler asks for buckets of 1 MB or more
+            if hook:
+                model.register_comm_hook(None, hook)
+            for number in range(3):
+                step(model, range(number, number + 1))
+            found.append(weights_of(model))
+            if hook:
+                hook.close()
+        assert torch.equal(*found)
+    dist.destroy_process_group(group)
+
+
 @on_ranks(2, initialized=False)
 def test_join() -> None:
     """Rank 0 has fewer batches; after them, DDP calls its hook with zeros, and outside of any backward()."""
