@@ -350,3 +350,17 @@ def test_sparse_gradients_go_on() -> None:
             hvd.join()
             assert_same_on_all_ranks(model.parameters())
         optimizer.close()
+
+
+@on_ranks(2)
+def test_a_rank_without_batches_stands_in_for_sparse_gradients_alone() -> None:
+    model = nn.Embedding(1 << 18, 4, sparse=True)  # large enough that its gradients are never in a bucket
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(4 * hvd.rank()):
+        optimizer.zero_grad()
+        model(torch.tensor([step, 5])).square().sum().backward()
+        optimizer.step()
+    hvd.join()
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()

@@ -130,7 +130,8 @@ class Synchronous(Rule):
 
     def stand_in(self, verb: str, numel: int) -> bool:
         """Take part in the agreement on new buckets, or in an exchange: with accumulated gradients if any, else with zeros."""
-        if verb == "allgather" and self.buckets:  # without buckets, an exchange begins with an allgather
+        # Without buckets, an exchange begins with an allgather, too. New ones are due right after an exchange.
+        if verb == "allgather" and (self.buckets or self.reducer.planner.is_due):
             self.reducer.rebuild(counts=False)
             return True
         if verb != "allgather" and numel <= 1:  # a loss; a bucket has at least a gradient and its count
