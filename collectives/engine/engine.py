@@ -36,7 +36,7 @@ from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.schedules.schedule import Place
 from gradwire.collectives.schedules.spans import Layout, Span, consecutive
-from gradwire.collectives.torch_internals import plain
+from gradwire.collectives.torch_internals import plain, uncompiled
 from gradwire.collectives.transports.base import GroupRun, Operation, Run, Transport
 from gradwire.collectives.transports.codes import CodedNumbers, Codes
 from gradwire.collectives.transports.crossing import Crossed
@@ -95,8 +95,9 @@ class Engine:
         self._rehearsed: set[tuple[Codec, torch.device, torch.dtype, bool]] = set()
         self._calls: OrderedDict[Hashable, PreparedCall] = OrderedDict()  # the last ones that were prepared
 
-    # Running calls
+    # Running calls. A compiled function may call a verb.
 
+    @uncompiled
     def call(
         self,
         prepare: Callable[..., PreparedCall],
@@ -150,6 +151,7 @@ class Engine:
         run = call.run if key is None or call.direct is None else call.direct
         return self.operations.run(call, run, source, destination)
 
+    @uncompiled
     def prepared(
         self, prepare: Callable[..., PreparedCall], source: Any, destination: Any, *given: Any
     ) -> PreparedCall:
@@ -174,6 +176,7 @@ class Engine:
             return None if None in every else every
         return () if isinstance(given, tuple) else None
 
+    @uncompiled
     def run(
         self,
         call: PreparedCall,

@@ -203,3 +203,21 @@ def test_it_holds(ranks: Worlds, check: Callable[[], None]) -> None:
 @pytest.mark.parametrize("pairs", [SOME, *wide(EVERY)], ids=["some kinds", "every kind"])
 def test_with_every_codec(ranks: Worlds, pairs: list[tuple[str, str]]) -> None:
     ranks(2).run(with_codecs, pairs)
+
+
+@on_ranks(2)
+def test_verbs_in_a_compiled_function() -> None:
+    with communicator() as comm:
+
+        def step(values: Tensor) -> Tensor:
+            doubled = values * 2
+            comm.allreduce(doubled)
+            work = comm.allreduce(doubled, async_op=True)
+            everyones = torch.zeros(2 * 4)
+            work.wait()
+            comm.allgather(everyones, doubled)
+            return everyones + 1
+
+        run = torch.compile(step, backend="eager")
+        for _ in range(2):
+            assert torch.equal(run(torch.ones(4)), torch.full((8,), 9.0))
