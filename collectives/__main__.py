@@ -25,8 +25,8 @@ from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.tuning.cost_model import TuningError
 
 _COMMANDS = {
-    "info": "print versions, links, and the algorithm for each message size; under torchrun, those of all its ranks",
-    "tune": "measure the links between the ranks, under torchrun, and write a file for COLLECTIVES_TUNING=FILE",
+    "info": "print versions, links, and the algorithm for each message size; under a launcher, those of all ranks",
+    "tune": "measure the links between the ranks of a launcher, and write a file for COLLECTIVES_TUNING=FILE",
     "keygen": "write a new key to a file, with which gradwire encrypts its connections: GRADWIRE_KEY_FILE=FILE on all hosts",
     "precompile": "compile the kernels now instead of in the first run",
 }
@@ -70,7 +70,7 @@ def _report(communicator: Communicator) -> str:
         *_costs(communicator),
         "",
         f"algorithm by message size in bytes ('auto'), for {communicator.size} ranks"
-        f"{'; start it under torchrun for more ranks' if communicator.size == 1 else ''}:",
+        f"{'; start it under a launcher for more ranks' if communicator.size == 1 else ''}:",
     ]
     measured = communicator.measured
     for collective, table in communicator.tables.items():
@@ -119,7 +119,7 @@ def _tune(out: Path) -> None:
         costs = communicator.tune()
         if communicator.rank == 0:
             out.write_text(costs.to_json())
-            alone = "; for more ranks, start gradwire tune under torchrun" if communicator.size == 1 else ""
+            alone = "; for more ranks, start gradwire tune under a launcher" if communicator.size == 1 else ""
             saved = f"saved in {out}; to use it, copy it to every host and set {TUNING}={out}{alone}"
             print("\n".join([*_costs(communicator), saved]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 
@@ -9,7 +10,7 @@ USAGE = """\
 usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script on this host or on several hosts
        gradwire report [--out FILE] -np 4 train.py    run a training command, and write one page about its steps
        gradwire info                                  print versions, links, and the algorithm for each message size
-       gradwire tune --out FILE                       measure the links between ranks, under torchrun
+       gradwire tune --out FILE                       measure the links between the ranks of a launcher
        gradwire check [--host H | --hosts A,B,C]      test this host, or the networks between hosts
        gradwire keygen FILE                           write a key, with which connections are encrypted
        gradwire precompile                            compile the kernels now instead of in the first run
@@ -25,7 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     name, rest = (given[0], given[1:]) if given else ("--help", [])
     if name in ("run", "report"):
         return _training(name, rest)
-    if name in ("info", "tune", "keygen", "precompile"):
+    if name in ("info", "tune"):
+        return _among_ranks(name, rest)
+    if name in ("keygen", "precompile"):
         return _module("gradwire.collectives", [name, *rest])
     if name == "check":
         return _module("gradwire.trainer.tools.check", rest)
@@ -54,6 +57,18 @@ def _training(name: str, arguments: list[str]) -> int:
     except (LinkError, ValueError) as error:
         print(f"gradwire: {error}", file=sys.stderr)
         return 2
+
+
+def _among_ranks(name: str, arguments: list[str]) -> int:
+    """Run a command of collectives, which reads the variables of torchrun only, among the ranks of any launcher."""
+    from gradwire.trainer.world.launch import torchrun_variables
+
+    try:
+        os.environ |= torchrun_variables(os.environ)
+    except ValueError as error:
+        print(f"gradwire {name}: {error}", file=sys.stderr)
+        return 2
+    return _module("gradwire.collectives", [name, *arguments])
 
 
 def _module(name: str, arguments: list[str]) -> int:

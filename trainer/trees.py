@@ -112,7 +112,7 @@ def flatten(tree: Any, name: str, *, keeps_others: bool = False) -> Tree:
             return {"other": value}
         place = name + "".join(f"[{key!r}]" for key in path)
         raise TypeError(
-            f"{place} is a {kind.__name__}, and what is kept are tensors, numbers, strings, booleans, None, dicts, "
+            f"{place} is of type {kind.__name__}, and what is kept are tensors, numbers, strings, booleans, None, dicts, "
             "lists, tuples and sets of these, and objects with state_dict() and load_state_dict()"
         )
 

@@ -338,6 +338,6 @@ def test_hosts_that_change_interrupt_at_a_commit() -> None:
     state.restore()
     assert state.step == 5
     assert current_world().size == 1
-    for values, said in (({"commit": 1}, "'commit' already"), ({"step": object()}, "is a object")):
+    for values, said in (({"commit": 1}, "'commit' already"), ({"step": object()}, "of type object")):
         with pytest.raises((ValueError, TypeError), match=said):
             hvd.elastic.ObjectState(**values).save()

@@ -50,6 +50,11 @@ def test_a_world_follows_the_other_without_a_barrier(tmp_path: Path, launch: Cal
     assert launch(AGAIN_AND_AGAIN, tmp_path).count("rank done") == SIZE
 
 
+def test_info_of_all_ranks_under_a_launcher_other_than_torchrun(tmp_path: Path) -> None:
+    said = by_open_mpi("import sys\nfrom gradwire.trainer.__main__ import main\nsys.exit(main(['info']))", tmp_path)
+    assert re.findall(r"^ranks +(\d+)$", said, re.MULTILINE) == [f"{SIZE}"], said
+
+
 @contextmanager
 def listener() -> Iterator[socket.socket]:
     """A program at a port of its own that accepts every connection, and says nothing."""

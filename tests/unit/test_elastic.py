@@ -157,9 +157,9 @@ class Odd(dict[str, int]):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (Odd(a=1), r"state\['a'\]\[0\] is a Odd"),
-        (namedtuple("Local", "x")(1), "is a Local"),
-        (object(), r"state\['a'\]\[0\] is a object"),
+        (Odd(a=1), r"state\['a'\]\[0\] is of type Odd"),
+        (namedtuple("Local", "x")(1), "is of type Local"),
+        (object(), r"state\['a'\]\[0\] is of type object"),
         (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import gradwire as hvd
 from gradwire.trainer.world import launch
 from gradwire.trainer.world.joined import cross_position
-from gradwire.trainer.world.launch import ALONE, Launch, meeting_point, read_launch, slurm_hint
+from gradwire.trainer.world.launch import ALONE, Launch, meeting_point, read_launch, slurm_hint, torchrun_variables
 from tests.pages import ROOT
 from tests.ranks.programs import start
 from tests.unit.test_horovod_environment import HOROVODRUN
@@ -101,6 +101,16 @@ def test_meeting_point_on_one_host() -> None:
 def test_contradictions_and_meeting_points_that_nobody_tells(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         meet(environment)
+
+
+def test_torchrun_variables_of_all_launchers() -> None:
+    found = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node01", "MASTER_PORT": "99"}
+    assert torchrun_variables(OPEN_MPI | {"MASTER_ADDR": "node01", "MASTER_PORT": "99"}) == found
+    assert torchrun_variables(TORCHRUN).items() <= TORCHRUN.items()
+    in_a_shell = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert torchrun_variables({}) == torchrun_variables(in_a_shell) == {}
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
+        torchrun_variables(OPEN_MPI)
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,7 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
     train.py`. Raises ValueError, which says what to set or how to start, if the address or the port remains unknown, and
     for a process of a Slurm job that srun has not started.
     """
-    if (
-        launch.launcher == SLURM
-        and not {MASTER_ADDR, MASTER_PORT} <= environment.keys()
-        and not _OF_SRUN & environment.keys()
-    ):
+    if _is_shell_of_slurm(environment, launch):
         raise ValueError(
             f"this is a Slurm job of {launch.size} tasks, but srun has not started this process, so nobody starts the "
             f"others: start them with `srun python train.py`, or this one alone with `SLURM_NTASKS=1 python train.py`"
@@ -109,6 +105,17 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
     return address, port
 
 
+def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun would set for this process, for programs that read only that: its rank, the number of ranks, and where
+    they meet. It is empty for one process, and in a shell of a Slurm job. Raises ValueError as read_launch() and meeting_point().
+    """
+    launch = read_launch(environment)
+    if launch.size == 1 or _is_shell_of_slurm(environment, launch):
+        return {}
+    address, port = meeting_point(environment, launch)
+    return {"RANK": f"{launch.rank}", "WORLD_SIZE": f"{launch.size}", MASTER_ADDR: address, MASTER_PORT: f"{port}"}
+
+
 def slurm_hint(environment: Mapping[str, str], program: str) -> str | None:
     """Return a hint for the user of a process that is ALONE in a Slurm job of several tasks; None otherwise. program: the
     arguments of Python that run it."""
@@ -116,6 +123,12 @@ def slurm_hint(environment: Mapping[str, str], program: str) -> str | None:
     if "SLURM_JOB_ID" in environment and tasks.isdecimal() and int(tasks) > 1:
         return f"this process is alone in a Slurm job of {tasks} tasks; to start them all: srun python {program}"
     return None
+
+
+def _is_shell_of_slurm(environment: Mapping[str, str], launch: Launch) -> bool:
+    """Return whether this process is in a Slurm job, but was not started by srun, nor told where rank 0 is."""
+    is_told = {MASTER_ADDR, MASTER_PORT} <= environment.keys()
+    return launch.launcher == SLURM and not is_told and not _OF_SRUN & environment.keys()
 
 
 def _whole_number(environment: Mapping[str, str], name: str) -> int:
