@@ -9,6 +9,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
@@ -95,7 +96,7 @@ def flatten(tree: Any, name: str, *, keeps_others: bool = False) -> Tree:
             found.starts.append(found.nbytes)
             found.nbytes += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type]}
-        if value is None or isinstance(value, (bool, int, float, str)):
+        if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
             return value
         kind = type(value)
         if _MAPPINGS.get(kind.__name__) is kind:

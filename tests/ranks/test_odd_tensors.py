@@ -206,6 +206,7 @@ def test_with_every_codec(ranks: Worlds, pairs: list[tuple[str, str]]) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.wide
 def test_verbs_in_a_compiled_function() -> None:
     with communicator() as comm:
 

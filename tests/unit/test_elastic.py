@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
+from enum import Enum
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,11 +155,16 @@ class Odd(dict[str, int]):
     pass
 
 
+class Phase(str, Enum):
+    WARM_UP = "warm-up"
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
         (Odd(a=1), r"state\['a'\]\[0\] is of type Odd"),
         (namedtuple("Local", "x")(1), "is of type Local"),
+        (Phase.WARM_UP, "is of type Phase"),
         (object(), r"state\['a'\]\[0\] is of type object"),
         (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
     ],
