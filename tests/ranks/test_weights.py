@@ -283,16 +283,22 @@ def test_an_average_may_be_added_to() -> None:
     assert float(model.weight.grad) == 8.0  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("view", [True, False])
 @on_ranks(2)
-def test_a_parameter_that_only_a_rank_without_samples_uses() -> None:
-    """It has no gradient, as in the joint batch, and does not move."""
-    both, one = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([both, one], lr=1.0, weight_decay=0.5))
+def test_a_parameter_that_only_a_rank_without_samples_uses(view: bool) -> None:
+    """It has no gradient, as in the joint batch, and does not move, though the loss uses it twice and it is large."""
+    both, one = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(1 << 15))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([both, one], lr=1.0, weight_decay=0.5), gradient_as_bucket_view=view
+    )
     optimizer.weigh(hvd.rank())
-    (both + one if hvd.rank() == 0 else both).sum().backward()
+    loss = both.sum()
+    if hvd.rank() == 0:
+        loss = loss + (one * 3).sum() + one.square().sum()
+    loss.backward()
     optimizer.step()
     assert one.grad is None
-    assert (float(both), float(one)) == (-1.0, 1.0)
+    assert (float(both), set(one.tolist())) == (-1.0, {1.0})
 
 
 @on_ranks(2)
@@ -353,12 +359,14 @@ def test_a_parameter_that_only_some_ranks_use() -> None:
     assert unused.grad is None
 
 
+@pytest.mark.parametrize("samples", [2, 0])
 @on_ranks(2)
-def test_a_pass_without_samples_leaves_the_programs_own_gradient() -> None:
+def test_a_pass_without_samples_leaves_the_programs_own_gradient(samples: int) -> None:
+    """samples: those of rank 0 in the other pass."""
     weight, own = nn.Parameter(torch.zeros(4)), torch.zeros(4)
     weight.grad = own
     optimizer = distributed([weight], backward_passes_per_step=2)
-    optimizer.weigh(2)
+    optimizer.weigh(2 if hvd.rank() else samples)
     weight.sum().backward()
     optimizer.weigh(0)
     (weight.sum() * float("nan")).backward()

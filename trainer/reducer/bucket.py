@@ -113,7 +113,8 @@ class Bucket:
     def open(self, arrived: int | None = None) -> None:
         """Begin a window: expect all gradients, and find those in memory of the program's own.
 
-        arrived: the slot whose gradient has arrived already; it is the program's if backward() has added to it in place.
+        arrived: the slot whose gradient has arrived already. It counts as the program's if it was changed in place: backward()
+        has added to it, or, if the model uses the parameter several times, to its own sum, which is then kept like the program's.
         """
         self.missing = len(self.items)
         self.own_grads = {}
@@ -274,12 +275,9 @@ class Bucket:
         held_here(gradient).mul_(factor)
 
     def discard(self) -> None:
-        """Discard this rank's gradients, even NaN. The program's own tensors remain, with zeros."""
-        for slot, parameter in enumerate(self.parameters):
-            if slot in self.own_grads:
-                self.own_grads[slot].zero_()
-            else:
-                parameter.grad = None
+        """Discard this rank's gradients, even NaN. finalize() returns the program's own tensors, if any rank has a gradient."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def launch(self, step: int, residuals: Residuals, factor: float, *, awaited: bool = False) -> None:
         """Copy in this rank's gradients, multiply them by a factor, add their residuals, and begin the exchange. Do not use the
@@ -321,7 +319,10 @@ class Bucket:
             self.memory.copy_(self.buffer.values)
         for slot in self.absent:
             if self.present[slot] > 0 or (self.present[slot] < 0 and self._densifies):
-                self._take_gradients([slot])
+                if slot in self.own_grads:  # discard() has removed it
+                    self.parameters[slot].grad = self.own_grads[slot]
+                else:
+                    self._take_gradients([slot])
                 if self.present[slot] < 0:
                     self._densified.add(self.items[slot])
             elif self.coded is not None:  # the code has a result for it nevertheless
