@@ -192,6 +192,41 @@ def test_it_is_the_unsharded_training_to_the_bit(name: str, algorithm: str, opti
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("way", ["adamw foreach", "clipped", "coded"])
+def test_a_frozen_parameter_with_a_gradient_goes_on_as_without_shards(way: str) -> None:
+    """One that was frozen before backward() and has zeros, one that was frozen after it and keeps its average, and one that was
+    never trained and gets a gradient from the program; all are trained again."""
+    with exchanged_by("ring") as one, exchanged_by("ring") as other:
+        models = Network(), Network()
+        for model, communicator, shard in zip(models, (one, other), (False, True), strict=True):
+            compression = "int8" if way == "coded" else "none"
+            name = way if way in OPTIMIZERS else "sgd"
+            optimizer = wrapped(model, communicator, name, shard=shard, parameter_compression=compression)
+            train(model, optimizer, range(2), schedule=False)
+            optimizer.zero_grad(set_to_none=False)
+            model.wide.weight.requires_grad_(False)
+            model.frozen.weight.grad = torch.arange(16.0).view(4, 4).t()
+            for step in range(2, 5):
+                loss_of(model, step, hvd.rank()).backward()
+                model.convolution.weight.requires_grad_(False)
+                if way == "clipped":
+                    optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.grad = None
+            model.requires_grad_(True)
+            train(model, optimizer, range(5, 7), schedule=False)
+            assert_same_on_all_ranks(model.parameters())
+            optimizer.close()
+        if way in OPTIMIZERS:
+            assert_equal(models[0].parameters(), models[1].parameters())
+        else:
+            tolerance = 1e-6 if way == "clipped" else 0.02
+            assert_close(models[0].parameters(), models[1].parameters(), rtol=tolerance, atol=tolerance)
+
+
+@on_ranks(2)
 def test_a_group_may_be_added_just_before_a_checkpoint() -> None:
     """Saved and loaded before a step has put the new parameters in a bucket."""
     trained = nn.Linear(4, 4, bias=False)

@@ -18,6 +18,7 @@ from gradwire.trainer.reducer.shards.shard import (
     RESIDUAL,
     Ranges,
     Shard,
+    in_place,
     length,
     memory_of,
     overlap,
@@ -37,6 +38,8 @@ class OptimizerShards:
 
     The optimizer's state belongs to the shards. If the buckets and so the shards change, the state moves to the new shards: its
     parts are summed over all ranks as integers. Ranks that do not hold a part add zeros, so no bit changes.
+
+    A parameter in no bucket, such as a frozen one, has a shard too. If it has a gradient, the optimizer steps it, as torch does.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -48,6 +51,10 @@ class OptimizerShards:
         self._gathers: list[ShardGather] = []
         self._cut: list[Tensor] = []
         self._of: dict[Tensor, Shard] = {}
+        self._others: list[Shard] = []
+        """The shards of the optimizer's parameters that are in no bucket."""
+        self._stepped: list[Shard] = []
+        """Those of the others that have a gradient in this step."""
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -69,17 +76,19 @@ class OptimizerShards:
             for bucket in buckets
             for parameter, span in zip(bucket.parameters, bucket.spans, strict=True)
         }
+        others = dict.fromkeys(parameter for parameter in everything if parameter not in wanted)
         for parameter in dict.fromkeys(
             [*wanted, *everything]
         ):  # first in the order of the buckets, as on the other ranks
             known = self._of.get(parameter)
-            if parameter not in wanted:  # a frozen parameter, which is in no bucket
+            if parameter in others:
                 size, numel = self._communicator.size, parameter.numel()
                 evenly = tuple(((rank * numel // size, (rank + 1) * numel // size),) for rank in range(size))
                 wanted[parameter] = evenly if known is None else known.by_rank
             if known is None or known.by_rank != wanted[parameter] or known.is_moved:
                 self._recut(parameter, wanted[parameter])
             self._of[parameter].tensor.grad = None
+        self._others = [self._of[parameter] for parameter in others]
         self._gathers = []  # free its memory before the next one is allocated
         self._gathers = self._new_gathers(buckets)
 
@@ -111,20 +120,26 @@ class OptimizerShards:
             if not is_by_element(name, mine[name]):
                 merged[name] = mine[name]
                 continue
-            kind = _AS_INTEGERS[mine[name].element_size()]
-            whole = torch.zeros(shard.parameter.numel(), dtype=kind, device=shard.tensor.device)
             for ranges, state in held:
-                numbers = state[name].contiguous().view(kind).to(whole.device)
-                if numbers.numel() != length(ranges):
+                if state[name].numel() != length(ranges):
                     raise ValueError(
                         f"rank {self._communicator.rank}: state {name!r} of a shard of {length(ranges)} elements has "
-                        f"{numbers.numel()}: rules.Sharded is for optimizers that update every element independently"
+                        f"{state[name].numel()}: rules.Sharded is for optimizers that update every element independently"
                     )
-                for part, values in zip(parts_of(whole, ranges), split(numbers, ranges), strict=True):
-                    part.copy_(values)
-            self._communicator.allreduce(whole, Sum)
-            merged[name] = taken(whole, shard.ranges).view(mine[name].dtype)
+            parts = [(ranges, state[name]) for ranges, state in held]
+            merged[name] = taken(self._joined(shard, mine[name].dtype, parts), shard.ranges)
         return merged
+
+    def _joined(self, shard: Shard, dtype: torch.dtype, held: Sequence[tuple[Ranges, Tensor]]) -> Tensor:
+        """Return the numbers of all elements of a shard's parameter, from those that each rank holds. Collective."""
+        kind = _AS_INTEGERS[dtype.itemsize]
+        whole = torch.zeros(shard.parameter.numel(), dtype=kind, device=shard.tensor.device)
+        for ranges, values in held:
+            numbers = values.contiguous().view(kind).to(whole.device)
+            for part, own in zip(parts_of(whole, ranges), split(numbers, ranges), strict=True):
+                part.copy_(own)
+        self._communicator.allreduce(whole, Sum)
+        return whole.view(dtype)
 
     @contextmanager
     def in_place_of_parameters(self) -> Iterator[None]:
@@ -139,20 +154,33 @@ class OptimizerShards:
                 group["params"] = parameters
 
     def gradients(self) -> list[list[Tensor]]:
-        """Return views of this rank's shards of the gradients, by bucket."""
-        return [gather.gradients() for gather in self._gathers]
+        """Return views of this rank's shards of the gradients, by bucket, and those of parameters that are in no bucket."""
+        others = [parts_of(_gradient_of(each), each.ranges) for each in self._others if each.parameter.grad is not None]
+        return [*(gather.gradients() for gather in self._gathers), *others]
 
     @torch.no_grad()
     def fill(self) -> None:
         """Set every shard to the values of its parameter, and set its gradient if the parameter has one."""
         for gather in self._gathers:
             gather.fill()
+        self._stepped = [shard for shard in self._others if shard.parameter.grad is not None]
+        for shard in self._others:
+            shard.tensor.grad = None
+        for shard in self._stepped:
+            values = in_place(memory_of(shard.parameter), shard.ranges)
+            shard.tensor.data = shard.tensor + values if shard.has_residual else values
+            shard.tensor.grad = taken(_gradient_of(shard), shard.ranges)
 
     @torch.no_grad()
     def gather(self, step: int) -> None:
         """Set the parameters to the values of all ranks' shards. Collective. step: the number of earlier gradient exchanges."""
         for gather in self._gathers:
             gather.gather(step)
+        for shard in self._stepped:
+            whole = self._joined(shard, shard.tensor.dtype, [(shard.ranges, shard.tensor)])
+            self._combination.traffic.count(sent=self._combination.traffic.wire_bytes(whole.nbytes))
+            memory_of(shard.parameter).copy_(whole)
+            shard.set_residual(None)
 
     def _new_gathers(self, buckets: Sequence[Bucket]) -> list[ShardGather]:
         """Return the gathers of buckets. Those of one dtype and device share memory of the size of their longest bucket."""
@@ -179,6 +207,16 @@ def cut_whole(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
             alike = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
             cut[name] = taken(memory_of(alike), shard.ranges)
     return cut
+
+
+def _gradient_of(shard: Shard) -> Tensor:
+    """Return the elements of the gradient of a shard's parameter, in the order of the parameter's memory."""
+    parameter = shard.parameter
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.stride() != parameter.stride():
+        parameter.grad = gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+    return memory_of(gradient)
 
 
 def is_by_element(name: str, value: Any) -> bool:
