@@ -115,3 +115,19 @@ def test_communicators_leave_nothing() -> None:
     assert_bounded(use, 30, 30, 10)  # of the thousands that it takes
     dist.barrier()
     assert store.num_keys() - keys <= 60
+
+
+@pytest.mark.parametrize("rule", [None, hvd.rules.NextForward])
+@on_ranks(2)
+def test_optimizers_that_are_dropped_leave_nothing(rule: Make | None) -> None:
+    """The model stays, and keeps no hooks of them."""
+    torch.manual_seed(0)  # replicas start equal
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
+
+    def use() -> None:
+        optimizer = hvd.DistributedOptimizer(sgd(model), rule=rule and rule(model))
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        optimizer.settle()
+
+    assert_bounded(use, 5, 10, 100)

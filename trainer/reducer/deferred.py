@@ -78,7 +78,8 @@ class DeferredWait:
     def __init__(self, reducer: Reducer, settle: Callable[[], None], before_gradient: Callable[[int], None]) -> None:
         self.waiting: list[Bucket] = []
         self.is_pending = False
-        self._reducer, self._settle, self._before_gradient = reducer, settle, before_gradient
+        self._reducer: Reducer = weakref.proxy(reducer)  # it has this as its deferral
+        self._settle, self._before_gradient = settle, before_gradient
         self._layout: BucketLayout | None = None  # of which the rest is known
         self._order: list[Bucket] = []
         self._full_s: dict[Bucket, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -111,6 +111,7 @@ class Reducer:
         self.weights = Weights()
         self.deferral: Deferral | None = None
         self._hooks: dict[int, RemovableHandle] = {}
+        weakref.finalize(self, remove_all, self._hooks.values())  # if there is no close()
         self._unhooked: dict[int, Tensor] = {}
         self._lock = threading.Lock()  # autograd calls hooks from one thread per device
 
@@ -164,8 +165,7 @@ class Reducer:
 
     def close(self) -> None:
         """Stop exchanging, and remove the hooks."""
-        for hook in self._hooks.values():
-            hook.remove()
+        remove_all(self._hooks.values())
         if self._background is not None:
             self._background.close()
         with suppress(CollectiveError):  # of an exchange that has failed since
@@ -684,6 +684,12 @@ class Reducer:
         """Discard the measured steps, and measure anew."""
         if self.planner.choice is not None:
             self.planner.choice.restart()
+
+
+def remove_all(hooks: Iterable[RemovableHandle]) -> None:
+    """Remove hooks, unless they are removed already."""
+    for hook in hooks:
+        hook.remove()
 
 
 #: Those of this process that have launched all buckets, and have not waited for them. One backward() may reach the parameters of

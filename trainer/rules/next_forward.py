@@ -8,6 +8,7 @@ gradients are on the wire (ByteScheduler, Peng et al. 2019).
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.deferred import DeferredWait, Weakly, is_awaited
 from gradwire.trainer.reducer.dtensors import shard_of
 from gradwire.trainer.reducer.plans import USUAL, ExchangePlan
+from gradwire.trainer.reducer.reducer import remove_all
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
@@ -124,6 +126,7 @@ class DeferredSteps(Synchronous):
             optimizer.register_state_dict_pre_hook(reads),
             optimizer.register_load_state_dict_pre_hook(loads),
         ]
+        weakref.finalize(self, remove_all, self._hooks)  # if there is no close()
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         for name, parameter in zip(names, parameters, strict=True):
@@ -191,8 +194,7 @@ class DeferredSteps(Synchronous):
             if not self._failed:
                 self.settle()
         finally:
-            for hook in self._hooks:
-                hook.remove()
+            remove_all(self._hooks)
             super().close()
 
     def _can_defer(self) -> bool:
