@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.torch_internals import share_hooks, uncompiled
@@ -184,7 +185,7 @@ class DistributedOptimizer(WrappingOptimizer):
             groups=numbers,
             sparse_as_dense=sparse_as_dense,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            tried=set(),  # for all worlds, since detach() clears the state that some optimizers begin with
+            tried=WeakTensorKeyDictionary(),  # for all worlds, since detach() clears the state that some optimizers begin with
         )
         self.attachment = Attachment(optimizer, process_set, make_rule, make_setup, passes, names, reported)
         """What connects this optimizer to the other ranks, for join(), elastic training and the like."""

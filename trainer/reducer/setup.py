@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.collectives import Communicator, PreparedOperation, Work
 from gradwire.collectives.compression.codec import Codec
@@ -112,4 +113,4 @@ class Setup(Combination):
     sparse_as_dense: bool = False
     gradient_as_bucket_view: bool = True
     parameter_encoding: Cast | Encoding | None = None
-    tried: set[Tensor] = field(default_factory=set)
+    tried: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)

@@ -118,7 +118,7 @@ class ShardedSteps(Synchronous):
                     f"rules.Sharded is for optimizers that update every element independently; {fault} (on rank "
                     f"{rank}). Leave out rule="
                 )
-        tried.update(new)
+        tried.update(dict.fromkeys(new, True))
 
     def start(self) -> None:
         super().start()
@@ -210,6 +210,7 @@ class ShardedSteps(Synchronous):
         bare = {**without(state_dict, SHARDS), "state": {}}
         super().load_state_dict(bare, also)
         self._shards.cut(self.buckets)
+        self._shards.removed.clear()
         state: dict[int, dict[str, Any]] = {}
         for number, shard in enumerate(self._shards.all):
             kept = _kept(state_dict, number)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.bucket import Bucket, zeros_for
@@ -51,6 +52,9 @@ class OptimizerShards:
         self._gathers: list[ShardGather] = []
         self._cut: list[Tensor] = []
         self._of: dict[Tensor, Shard] = {}
+        self.removed = WeakTensorKeyDictionary()
+        """For each parameter that has left the param groups, its ranges and the state of its shard, for as long as the program
+        can put it back."""
         self._others: list[Shard] = []
         """The shards of the optimizer's parameters that are in no bucket."""
         self._stepped: list[Shard] = []
@@ -89,23 +93,29 @@ class OptimizerShards:
                 self._recut(parameter, wanted[parameter])
             self._of[parameter].tensor.grad = None
         self._others = [self._of[parameter] for parameter in others]
+        for parameter in [each for each in self._of if each not in wanted]:
+            self.removed[parameter] = self._released(self._of.pop(parameter))
         self._gathers = []  # free its memory before the next one is allocated
         self._gathers = self._new_gathers(buckets)
 
     def _recut(self, parameter: Tensor, by_rank: tuple[Ranges, ...]) -> None:
         """Make a new shard of a parameter, and move the existing state to it. Collective if an old shard has a state."""
-        before = self._of.get(parameter)
+        known = self._of.get(parameter)
+        before = self.removed.pop(parameter, None) if known is None else self._released(known)
         has_residual = self._parameter_encoding is not None
         shard = self._of[parameter] = Shard(parameter, by_rank, by_rank[self._communicator.rank], has_residual)
-        state = self._optimizer.state.pop(parameter if before is None else before.tensor, None) or {}
         if before is None:
-            state = cut_whole(shard, state)
+            state = cut_whole(shard, self._optimizer.state.pop(parameter, None) or {})
         else:
-            kept = {**state, RESIDUAL: before.tensor} if has_residual else state
-            state = self.merged(shard, kept, [(before.ranges, kept)])
+            state = self.merged(shard, before[1], [before])
         shard.set_residual(state.pop(RESIDUAL, None))
         if state:
             self._optimizer.state[shard.tensor] = state
+
+    def _released(self, shard: Shard) -> tuple[Ranges, dict[str, Any]]:
+        """Take the state of a shard out of the optimizer, and return the shard's ranges and this state, with the residual."""
+        state = self._optimizer.state.pop(shard.tensor, None) or {}
+        return shard.ranges, {**state, RESIDUAL: shard.tensor} if shard.has_residual else state
 
     def merged(
         self, shard: Shard, mine: Mapping[str, Any], held: Sequence[tuple[Ranges, Mapping[str, Any]]]
