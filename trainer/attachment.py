@@ -9,6 +9,7 @@ from itertools import chain, count
 from operator import is_, itemgetter
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -129,6 +130,7 @@ class Attachment:
         for other, name in self._others_with(self.parameters):
             other.close()
             other.rule = _Superseded(other.rule, name)
+        _attached[id(self)] = self
         if is_initialized():
             current_world().enrol(self)
 
@@ -137,9 +139,7 @@ class Attachment:
         one; none if this one exchanges nothing here, as outside of its process set."""
         if type(self.rule) is Rule:
             return []
-        enrolled = current_world().optimizers if is_initialized() else []
-        others = [each for each in enrolled if isinstance(each, Attachment) and each is not self]
-        exchanging = [other for other in others if type(other.rule) is not Rule]
+        exchanging = [each for each in _attached.values() if each is not self and type(each.rule) is not Rule]
         shared = [(other, [other.called[p] for p in parameters if p in other.called]) for other in exchanging]
         return [(other, names[0]) for other, names in shared if names]
 
@@ -224,6 +224,7 @@ class Attachment:
 
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given as process_set."""
+        _attached.pop(id(self), None)
         if is_initialized():
             current_world().withdraw(self)  # else an elastic job that begins later would connect it to the next world
         try:
@@ -231,6 +232,10 @@ class Attachment:
         finally:
             if not isinstance(self._process_set, Communicator):
                 self.communicator.close()
+
+
+#: Those of this process that are not closed, in the order in which they were made, whatever world they were made in.
+_attached: WeakValueDictionary[int, Attachment] = WeakValueDictionary()
 
 
 def names_of(parameters: Iterable[Tensor], called: Mapping[Tensor, str]) -> dict[Tensor, str]:

@@ -4,6 +4,7 @@ compiled."""
 import gc
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -250,6 +251,22 @@ def test_a_parameter_of_two_optimizers() -> None:
     apart = [distributed(encoder.parameters(), process_set=each) for each in sets]
     for optimizer in apart:
         optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rule", [None, hvd.rules.NextForward])
+def test_a_parameter_of_an_optimizer_that_was_made_before_shutdown(rule: Callable[[nn.Module], Any] | None) -> None:
+    model = perceptron()
+    first = distributed(model.parameters(), rule=rule and rule(model))
+    take_steps(model, first, share, [0, 1])
+    hvd.shutdown()
+    hvd.init()
+    second = distributed(model.parameters(), rule=rule and rule(model))
+    take_steps(model, second, share, [2, 3])
+    second.settle()
+    assert_same_on_all_ranks(list(model.parameters()))
+    with pytest.raises(RuntimeError, match="a DistributedOptimizer of their own"):
+        first.step()
 
 
 @on_ranks(2)
