@@ -95,7 +95,7 @@ class Engine:
         self._rehearsed: set[tuple[Codec, torch.device, torch.dtype, bool]] = set()
         self._calls: OrderedDict[Hashable, PreparedCall] = OrderedDict()  # the last ones that were prepared
 
-    # Running calls. A compiled function may call a verb.
+    # Running calls. A compiled function may call a verb. The compiler must not trace them: they use the addresses of tensors.
 
     @uncompiled
     def call(

@@ -18,6 +18,7 @@ from gradwire.collectives.engine.streams import DeviceOperation
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import CollectiveTimeout, LinkError
 from gradwire.collectives.reduction import MOVED, carried
+from gradwire.collectives.torch_internals import uncompiled
 from gradwire.collectives.transports.base import DONE_POLL_S, KIND_BITS, Pending, Transport
 from gradwire.collectives.transports.requests import FromAny
 
@@ -68,6 +69,7 @@ class MessageWork:
         self._is_over = False
         self._vain_since = math.inf
 
+    @uncompiled
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Block until the received tensor is filled, or the sent tensor may be changed.
 
@@ -93,6 +95,7 @@ class MessageWork:
             self._device.order()
             self._device.check()
 
+    @uncompiled
     def is_completed(self) -> bool:
         """Return True once wait() would return or raise at once. The call also advances this rank's messages."""
         if self._is_over or not self._operations.usable:

@@ -12,6 +12,7 @@ import torch
 
 from gradwire.collectives.engine.buffers import kept
 from gradwire.collectives.engine.work import Work
+from gradwire.collectives.torch_internals import uncompiled
 
 if TYPE_CHECKING:
     from gradwire.collectives.engine.engine import Engine
@@ -54,6 +55,7 @@ class PreparedOperation:
     2021, section 6.12: persistent collectives.)
     """
 
+    @uncompiled
     def __init__(self, engine: Engine, tensor: torch.Tensor, call: PreparedCall) -> None:
         self._engine = engine
         self._tensor = tensor
@@ -63,12 +65,14 @@ class PreparedOperation:
         self._direct = engine.likes(tensor) is not None
         self._work: Work | None = None
 
+    @uncompiled
     def __call__(self) -> None:
         """Run the operation, and wait for it. Raises RuntimeError if it is running already or the tensor has moved to
         other memory, and otherwise the errors of the verb."""
         self._check()
         self._engine.run(self._call, self._own, self._own, direct=self._direct)
 
+    @uncompiled
     def start(self, *, awaited: bool = False) -> Work:
         """Run the operation in the background. awaited: whether the caller waits for it next, so no thread wakes up for it: the
         wait() then runs it, unless begin() of the Work is called before. Raises RuntimeError if the operation is running

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout
+from gradwire.collectives.torch_internals import uncompiled
 from gradwire.collectives.transports.base import DONE_POLL_S
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Work:
         """How long the operation ran, including waits for other ranks; if GPUs run it, None until it has finished there."""
         return self._device.seconds if self._device is not None and self._device.is_watched else self._host_s
 
+    @uncompiled  # it may run the operation
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Block until the operation is done; other Python threads run meanwhile. If the operation is the next one in the queue,
         the calling thread may run it: docs/decisions/0022-a-waiting-thread-runs-the-operation.md lists the conditions.

@@ -18,6 +18,7 @@ from gradwire.collectives.engine.streams import devices_of, wait_on_host
 from gradwire.collectives.errors import Mismatch
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.spans import Span, consecutive, only
+from gradwire.collectives.torch_internals import uncompiled
 from gradwire.collectives.transports.base import Run
 
 #: Moves the blocks of a tensor, or of a list of tensors, to another: (source, destination, tag, deadline) -> None.
@@ -194,6 +195,7 @@ def _check_splits(engine: Engine, outgoing: Sequence[int], incoming: Sequence[in
     return max(sum(row[:size]) for row in rows)
 
 
+@uncompiled
 def message(engine: Engine, verb: str, tensor: Tensor, peer: int | None, tag: int) -> MessageWork:
     """Run Communicator.send or recv, or begin isend or irecv. peer: the other rank; None receives from any."""
     sends, waits = verb.endswith("send"), not verb.startswith("i")

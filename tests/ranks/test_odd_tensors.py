@@ -219,6 +219,23 @@ def test_verbs_in_a_compiled_function() -> None:
             comm.allgather(everyones, doubled)
             return everyones + 1
 
-        run = torch.compile(step, backend="eager")
+        def next_step(values: Tensor) -> Tensor:
+            doubled = values * 2
+            comm.allreduce(doubled, async_op=True, awaited=True).wait()
+            sent, received, other = torch.full_like(doubled, float(comm.rank)), torch.empty_like(doubled), 1 - comm.rank
+            sending, receiving = comm.isend(sent, other), comm.irecv(received, other)
+            receiving.wait()
+            sending.wait()
+            if comm.rank == 0:
+                comm.send(doubled, 1)
+            else:
+                comm.recv(doubled, 0)
+            prepared = comm.prepare_allreduce(doubled)
+            prepared()
+            prepared.start(awaited=True).wait()
+            return doubled + received
+
+        run, run_next = torch.compile(step, backend="eager"), torch.compile(next_step, backend="eager")
         for _ in range(2):
             assert torch.equal(run(torch.ones(4)), torch.full((8,), 9.0))
+            assert torch.equal(run_next(torch.ones(4)), torch.full((4,), 17.0 - comm.rank))
