@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import current_process, spawn
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from gradwire.trainer.launcher.hosts import Host
 from gradwire.trainer.launcher.job import run_job
 from gradwire.trainer.launcher.options import Job
+from gradwire.trainer.world.importing import check_not_importing
 
 LOCAL_HOST = "localhost"
 
@@ -41,8 +42,9 @@ def run(
     compute threads as this one. A script calls this inside `if __name__ == "__main__":`, since the processes import it.
     np: the older name of num_proc. hosts: None, or this host as "localhost:N" with N = num_proc.
 
-    Raises ValueError for further arguments of Horovod's that are not None, which `gradwire run` has; RuntimeError if the
-    function raises on a rank, whose traceback is then on stderr, and ends the others; KeyboardInterrupt after Ctrl-C.
+    Raises ValueError for further arguments of Horovod's that are not None, which `gradwire run` has; RuntimeError in a process
+    that imports the script, or if the function raises on a rank, whose traceback is then on stderr, and ends the others;
+    KeyboardInterrupt after Ctrl-C.
     """
     count = num_proc if np is None else np
     others |= {} if hosts in (None, f"{LOCAL_HOST}:{count}") else {"hosts": hosts}
@@ -53,6 +55,7 @@ def run(
         )
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"num_proc must be a whole number >= 1, not {count!r}")
+    check_not_importing("horovod.run()")
     main = spawn.get_preparation_data("horovod.run")  # how to import the main module, whose functions func may need
     main.pop("authkey", None)  # which is not pickled
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
@@ -77,10 +80,7 @@ def call_in(folder: str) -> None:
     from gradwire.trainer.horovod.alias import alias_horovod
 
     main, call = pickle.loads((Path(folder) / "call").read_bytes())
-    marks = vars(current_process())
-    marks["_inheriting"] = True  # as multiprocessing does: run() raises in a main module that calls it unguarded
     spawn.prepare(main)
-    del marks["_inheriting"]
     alias_horovod()
     func, args, kwargs = pickle.loads(call)
     returned = Path(folder) / os.environ["RANK"]

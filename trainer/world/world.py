@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ContextDecorator
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from gradwire.collectives.errors import add_rank
 from gradwire.collectives.torch_internals import HashStore
 from gradwire.trainer.world.environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
 from gradwire.trainer.world.generations import WORKER, Worker
+from gradwire.trainer.world.importing import check_not_importing
 from gradwire.trainer.world.joined import World
 from gradwire.trainer.world.launch import ALONE, Launch, read_launch, slurm_hint
 from gradwire.trainer.world.meeting import Meeting, init_group, meet
@@ -93,8 +93,8 @@ def init(
     Raises ValueError if the environment does not say how to find rank 0, for invalid arguments and variables, and for a key that
     cannot be used: the other ranks raise CollectiveError at once, unless this process has used another key before, is a worker of
     an elastic job, or serves the store, as rank 0 does without torchrun, and they arrive more than five seconds later. Raises
-    RuntimeError in a process that was forked from a rank after its init(), and in a process of multiprocessing (such as a
-    DataLoader's worker) that imports the script. Raises CollectiveError if the ranks do not find each other in time; in an
+    RuntimeError in a process that was forked from a rank after its init(), and in one that imports the script, such as a
+    DataLoader's worker or a rank of horovod.run(). Raises CollectiveError if the ranks do not find each other in time; in an
     elastic job, TimeoutError if the launcher begins no generation with this process in time, and RuntimeError if the job has
     ended.
     """
@@ -110,11 +110,7 @@ def init(
                 "it to the first init()"
             )
         return
-    if _imports_script():
-        raise RuntimeError(
-            "init() was called by a process that multiprocessing started, such as a DataLoader's worker, while it imports the "
-            "script. This process is no rank: call init(), and all that starts processes, under if __name__ == '__main__':"
-        )
+    check_not_importing("init()")
     settings = read_settings(os.environ).replaced(timeout_s, stall_warning_s, stall_shutdown_s)
     if key_file is not None:
         use_key_file(key_file)
@@ -147,13 +143,6 @@ def init(
         raise
     if world.rank == 0 and (said := notice(os.environ)):
         _log.warning("gradwire: %s", said)
-
-
-def _imports_script() -> bool:
-    """Return whether this is a process that multiprocessing started ('spawn', 'forkserver'), and that still imports the script:
-    as the module __mp_main__."""
-    callers = traceback.walk_stack(None)
-    return any(f.f_code.co_name == "<module>" and f.f_globals.get("__name__") == "__mp_main__" for f, _ in callers)
 
 
 def _join(settings: Settings, ranks: list[int] | None, process_sets: list[ProcessSet], *, owns: bool) -> World:
