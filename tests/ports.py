@@ -11,11 +11,12 @@ PORTS = range(5000, 15000)
 
 
 def unused_port() -> int:
-    """Return a port on which nothing of this host listens."""
-    while True:
+    """Return a port on which nothing of this host listens. Raises OSError if it finds none."""
+    for _ in range(100):
         with socket.socket() as program:
             try:
                 program.bind(("", port := random.choice(PORTS)))
             except OSError:
                 continue
             return port
+    raise OSError(f"100 ports of {PORTS} are all in use")

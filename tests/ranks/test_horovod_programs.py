@@ -100,12 +100,14 @@ def test_horovods_run_returns_what_each_rank_returns(monkeypatch: pytest.MonkeyP
 def test_horovods_run_needs_the_guard_of_a_main_module(tmp_path: Path) -> None:
     """Without it, every rank would begin with a job of its own."""
     script = tmp_path / "unguarded.py"
-    script.write_text("import os\nfrom gradwire.trainer.horovod.run import run\nrun(os.getpid, num_proc=1)\n")
+    script.write_text(
+        "from gradwire.trainer.horovod.run import run\nprint('imported', flush=True)\nrun(print, ['called'], num_proc=1)\n"
+    )
     ended = subprocess.run(
         [python(), script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100
     )
-    assert ended.returncode != 0
-    assert "RuntimeError" in ended.stderr
+    assert ended.returncode == 1, ended.stderr
+    assert (ended.stdout.count("imported"), ended.stdout.count("called")) == (2, 0), "once by its only rank"
 
 
 def test_only_the_import_names_this_project() -> None:
