@@ -88,6 +88,7 @@ def test_feedback_of_unbiased_codecs_that_lose_little_is_allowed(codec: Any) -> 
         (lambda: ErrorFeedback(7), "a codec or its name"),
         (lambda: ErrorFeedback("int8", warmup_steps=-1), "warmup_steps must be a whole number >= 0, not -1"),
         (lambda: verb_codec("onebit"), "'onebit' with error feedback is for DistributedOptimizer"),
+        (lambda: verb_codec("randomk"), "'randomk' selects by the step"),
     ],
 )
 def test_what_cannot_be_meant(make: Any, message: str) -> None:

@@ -219,16 +219,18 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
     encoding = encoding_of(compression)
     if isinstance(encoding, Cast):
         return encoding
-    if isinstance(compression, Codec) and compression.draws:
+    codec = encoding.codec
+    if isinstance(codec, Codec) and codec.draws:
         raise ValueError(
-            f"{compression.name!r} selects by the step which numbers it sends, and a verb has no step: it is for "
+            f"{codec.name!r} selects by the step which numbers it sends, and a verb has no step: it is for "
             f"DistributedOptimizer(compression=...) and Communicator.allreduce(compression=..., step=...)"
         )
-    if isinstance(encoding.codec, Codec) and (isinstance(compression, Codec) or not encoding.feedback):
-        return encoding.codec
+    if isinstance(codec, Codec) and (isinstance(compression, Codec) or not encoding.feedback):
+        return codec
+    without = f", such as {codec!r}" if isinstance(codec, Codec) else ""
     raise ValueError(
-        f"{encoding.codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which keeps the "
-        f"error for the next step; a verb takes a codec without error feedback, such as TopK() instead of 'topk'"
+        f"{codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which keeps the error for the "
+        f"next step; a verb takes a codec without error feedback{without}"
     )
 
 
