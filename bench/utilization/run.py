@@ -32,6 +32,16 @@ DEADLINE_S = 1800.0
 """The time that the ranks have at a rate."""
 
 
+def link_rates(text: str) -> list[str]:
+    """Return the rates in a comma-separated text, the slowest first."""
+    return sorted(map(hosts.link_rate, text.split(",")), key=hosts.rate_bits_per_s)
+
+
+def step_counts(text: str) -> list[int]:
+    """Return the numbers of steps in a comma-separated text."""
+    return [count_from(1, each) for each in text.split(",")]
+
+
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gradwire.bench utilization",
@@ -40,8 +50,18 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add, positive, not_negative = parser.add_argument, partial(count_from, 1), partial(count_from, 0)
     bytes_gpt.add_flags(parser, batch=1)
     add("--hosts", type=partial(count_from, 2), default=4, help="simulated hosts, of one rank each (default 4)")
-    add("--rates", default="50mbit,200mbit,1gbit", help="rates of the hosts' links (default 50mbit,200mbit,1gbit)")
-    add("--every", default="1,8,32,128", help="numbers of steps between exchanges (default 1,8,32,128)")
+    add(
+        "--rates",
+        type=link_rates,
+        default="50mbit,200mbit,1gbit",
+        help="rates of the hosts' links (default 50mbit,200mbit,1gbit)",
+    )
+    add(
+        "--every",
+        type=step_counts,
+        default="1,8,32,128",
+        help="numbers of steps between exchanges (default 1,8,32,128)",
+    )
     add("--codecs", type=partial(names_of, tuple(CODECS)), default=list(CODECS), help="default none,int8,chunktopk")
     add("--rounds", type=positive, default=4, help="timed turns of each competitor (default 4)")
     add(
@@ -58,11 +78,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add_results(parser, drawn="the utilization over the computing time between exchanges, divided by the transfer time")
     chosen = parser.parse_args(arguments)
-    try:
-        chosen.every = [count_from(1, each) for each in chosen.every.split(",")]
-        chosen.rates = sorted(map(hosts.link_rate, chosen.rates.split(",")), key=hosts.rate_bits_per_s)
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
     alone = chosen.loss_steps - chosen.warmup_steps
     if chosen.loss_steps and (alone < 0 or any(alone % every for every in chosen.every)):
         parser.error(
