@@ -227,6 +227,34 @@ def test_a_frozen_parameter_with_a_gradient_goes_on_as_without_shards(way: str) 
 
 
 @on_ranks(2)
+def test_a_frozen_parameter_with_a_gradient_on_some_ranks_only() -> None:
+    """All ranks refuse it, and training goes on. The ranks list their parameters in different orders."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 1))
+    model[:2].requires_grad_(False)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    twin = copy.deepcopy(model)
+    alone, listed = SGD(twin.parameters()), [*model.parameters()]
+    optimizer = hvd.DistributedOptimizer(
+        SGD(listed[::-1] if hvd.rank() else listed), model.named_parameters(), rule=hvd.rules.Sharded()
+    )
+    for net, each in ((model, optimizer), (twin, alone)):
+        for step in range(3):
+            each.zero_grad()
+            net(torch.ones(1, 4)).sum().backward()
+            if step == 1:
+                net[0].weight.grad = torch.ones(4, 4)
+                if net is model:
+                    net[1].weight.grad = torch.ones(4, 4) if hvd.rank() else None
+                    with pytest.raises(ValueError, match=r"'1\.weight'"):
+                        each.step()
+                net[1].weight.grad = torch.arange(16.0).view(4, 4)
+            each.step()
+    assert_close(model.parameters(), twin.parameters())
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()
+
+
+@on_ranks(2)
 def test_a_group_may_be_added_just_before_a_checkpoint() -> None:
     """Saved and loaded before a step has put the new parameters in a bucket."""
     trained = nn.Linear(4, 4, bias=False)

@@ -101,7 +101,7 @@ class ShardedSteps(Synchronous):
         self._try(parameters)
         super().add(names, parameters)
         if self._has_started:
-            self._shards.cut(self.buckets)
+            self._shards.cut(self.reducer)
 
     def _try(self, parameters: Sequence[Tensor]) -> None:
         """Raise ValueError on all ranks if the optimizer cannot step shards of these parameters. Collective."""
@@ -123,11 +123,11 @@ class ShardedSteps(Synchronous):
     def start(self) -> None:
         super().start()
         self._has_started = True
-        self._shards.cut(self.buckets)
+        self._shards.cut(self.reducer)
 
     def synchronize(self) -> None:
         super().synchronize()
-        self._shards.cut(self.buckets)
+        self._shards.cut(self.reducer)
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         raise ValueError(
@@ -135,7 +135,8 @@ class ShardedSteps(Synchronous):
         )
 
     def take_step(self) -> Any:
-        """Step the shards. Raises RuntimeError if gradients have changed since backward()."""
+        """Step the shards. Raises RuntimeError if gradients have changed since backward(), and ValueError on all ranks if a
+        parameter that is not trained has a gradient on some ranks only."""
         self.synchronize()
         for bucket in self.buckets:
             if (name := bucket.changed()) is not None:
@@ -209,7 +210,7 @@ class ShardedSteps(Synchronous):
         given = self._given([state_dict, *also])
         bare = {**without(state_dict, SHARDS), "state": {}}
         super().load_state_dict(bare, also)
-        self._shards.cut(self.buckets)
+        self._shards.cut(self.reducer)
         self._shards.removed.clear()
         state: dict[int, dict[str, Any]] = {}
         for number, shard in enumerate(self._shards.all):

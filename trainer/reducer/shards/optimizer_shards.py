@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.bucket import Bucket, zeros_for
+from gradwire.trainer.reducer.reducer import Reducer
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.shards.gather import CodedShardGather, ShardGather
 from gradwire.trainer.reducer.shards.shard import (
@@ -24,6 +28,7 @@ from gradwire.trainer.reducer.shards.shard import (
     memory_of,
     overlap,
     parts_of,
+    shifted,
     split,
     taken,
 )
@@ -40,7 +45,8 @@ class OptimizerShards:
     The optimizer's state belongs to the shards. If the buckets and so the shards change, the state moves to the new shards: its
     parts are summed over all ranks as integers. Ranks that do not hold a part add zeros, so no bit changes.
 
-    A parameter in no bucket, such as a frozen one, has a shard too. If it has a gradient, the optimizer steps it, as torch does.
+    A parameter in no bucket, such as a frozen one, has a shard too. If it has a gradient, which it must have on all ranks, the
+    optimizer steps it, as torch does. The ranks do not compare the values: those of an exchange before it was frozen are shares.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -55,8 +61,8 @@ class OptimizerShards:
         self.removed = WeakTensorKeyDictionary()
         """For each parameter that has left the param groups, its ranges and the state of its shard, for as long as the program
         can put it back."""
-        self._others: list[Shard] = []
-        """The shards of the optimizer's parameters that are in no bucket."""
+        self._others: list[tuple[str, Shard]] = []
+        """The names and shards of the optimizer's parameters that are in no bucket, by name, as on the other ranks."""
         self._stepped: list[Shard] = []
         """Those of the others that have a gradient in this step."""
 
@@ -68,9 +74,9 @@ class OptimizerShards:
         """Return the shards in the order of the optimizer's parameters."""
         return [self._of[parameter] for parameter in self._parameters()]
 
-    def cut(self, buckets: Sequence[Bucket]) -> None:
-        """Make new shards if the buckets' shares have changed. Collective."""
-        everything = self._parameters()
+    def cut(self, reducer: Reducer) -> None:
+        """Make new shards if the shares of the Reducer's buckets have changed. Collective."""
+        buckets, everything = reducer.buckets, self._parameters()
         is_same = len(everything) == len(self._cut) and all(map(operator.is_, everything, self._cut))
         if self._buckets == list(buckets) and is_same:
             return
@@ -80,10 +86,10 @@ class OptimizerShards:
             for bucket in buckets
             for parameter, span in zip(bucket.parameters, bucket.spans, strict=True)
         }
-        others = dict.fromkeys(parameter for parameter in everything if parameter not in wanted)
-        for parameter in dict.fromkeys(
-            [*wanted, *everything]
-        ):  # first in the order of the buckets, as on the other ranks
+        names = dict(zip(reducer.parameters, reducer.names, strict=True))
+        rest = {parameter: names.get(parameter, "") for parameter in everything if parameter not in wanted}
+        others = dict(sorted(rest.items(), key=operator.itemgetter(1)))
+        for parameter in [*wanted, *others]:  # in this order on the other ranks, too
             known = self._of.get(parameter)
             if parameter in others:
                 size, numel = self._communicator.size, parameter.numel()
@@ -92,7 +98,7 @@ class OptimizerShards:
             if known is None or known.by_rank != wanted[parameter] or known.is_moved:
                 self._recut(parameter, wanted[parameter])
             self._of[parameter].tensor.grad = None
-        self._others = [self._of[parameter] for parameter in others]
+        self._others = [(name, self._of[parameter]) for parameter, name in others.items()]
         for parameter in [each for each in self._of if each not in wanted]:
             self.removed[parameter] = self._released(self._of.pop(parameter))
         self._gathers = []  # free its memory before the next one is allocated
@@ -136,14 +142,17 @@ class OptimizerShards:
                         f"rank {self._communicator.rank}: state {name!r} of a shard of {length(ranges)} elements has "
                         f"{state[name].numel()}: rules.Sharded is for optimizers that update every element independently"
                     )
+            kind = mine[name].dtype, shard.tensor.device
             parts = [(ranges, state[name]) for ranges, state in held]
-            merged[name] = taken(self._joined(shard, mine[name].dtype, parts), shard.ranges)
+            merged[name] = taken(self._joined(shard.parameter.numel(), *kind, parts), shard.ranges)
         return merged
 
-    def _joined(self, shard: Shard, dtype: torch.dtype, held: Sequence[tuple[Ranges, Tensor]]) -> Tensor:
-        """Return the numbers of all elements of a shard's parameter, from those that each rank holds. Collective."""
+    def _joined(
+        self, numel: int, dtype: torch.dtype, device: torch.device, held: Sequence[tuple[Ranges, Tensor]]
+    ) -> Tensor:
+        """Return all numbers, from those that each rank holds. Collective."""
         kind = _AS_INTEGERS[dtype.itemsize]
-        whole = torch.zeros(shard.parameter.numel(), dtype=kind, device=shard.tensor.device)
+        whole = torch.zeros(numel, dtype=kind, device=device)
         for ranges, values in held:
             numbers = values.contiguous().view(kind).to(whole.device)
             for part, own in zip(parts_of(whole, ranges), split(numbers, ranges), strict=True):
@@ -165,32 +174,56 @@ class OptimizerShards:
 
     def gradients(self) -> list[list[Tensor]]:
         """Return views of this rank's shards of the gradients, by bucket, and those of parameters that are in no bucket."""
-        others = [parts_of(_gradient_of(each), each.ranges) for each in self._others if each.parameter.grad is not None]
+        found = [shard for _, shard in self._others if shard.parameter.grad is not None]
+        others = [parts_of(_gradient_of(shard), shard.ranges) for shard in found]
         return [*(gather.gradients() for gather in self._gathers), *others]
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Set every shard to the values of its parameter, and set its gradient if the parameter has one."""
+        """Set every shard to the values of its parameter, and set its gradient if the parameter has one. Collective. Raises
+        ValueError on all ranks if a parameter that is in no bucket has a gradient on some ranks only."""
+        self._stepped = self._find_stepped() if self._others else []
         for gather in self._gathers:
             gather.fill()
-        self._stepped = [shard for shard in self._others if shard.parameter.grad is not None]
-        for shard in self._others:
+        for _, shard in self._others:
             shard.tensor.grad = None
         for shard in self._stepped:
             values = in_place(memory_of(shard.parameter), shard.ranges)
             shard.tensor.data = shard.tensor + values if shard.has_residual else values
             shard.tensor.grad = taken(_gradient_of(shard), shard.ranges)
 
+    def _find_stepped(self) -> list[Shard]:
+        """Return those of the others that have a gradient, the same on all ranks. Collective. Raises ValueError on all ranks if
+        one has a gradient on some ranks only."""
+        rank, size = self._communicator.rank, self._communicator.size
+        found = [shard.parameter.grad is not None for _, shard in self._others]
+        counts = torch.tensor(found, dtype=torch.int32, device=self._communicator.control_device)
+        summed = self._communicator.allreduce(counts, Sum, async_op=True, awaited=True)
+        summed.wait(math.inf if counts.is_cuda else None)  # without a limit, it would only enqueue the wait on a GPU
+        for (name, _), count in zip(self._others, counts.tolist(), strict=True):
+            if count not in (0, size):
+                raise ValueError(
+                    f"rank {rank}: {name!r} is not trained, and has a gradient on {count} of {size} ranks: set it on all ranks "
+                    "to the same values, or on none"
+                )
+        return [shard for _, shard in compress(self._others, found)]
+
     @torch.no_grad()
     def gather(self, step: int) -> None:
         """Set the parameters to the values of all ranks' shards. Collective. step: the number of earlier gradient exchanges."""
         for gather in self._gathers:
             gather.gather(step)
+        alike = defaultdict(list)
         for shard in self._stepped:
-            whole = self._joined(shard, shard.tensor.dtype, [(shard.ranges, shard.tensor)])
+            alike[shard.tensor.dtype, shard.tensor.device].append(shard)
+        for kind, shards in alike.items():
+            *starts, numel = accumulate((shard.parameter.numel() for shard in shards), initial=0)
+            held = [(shifted(each.ranges, start), each.tensor) for each, start in zip(shards, starts, strict=True)]
+            whole = self._joined(numel, *kind, held)
             self._combination.traffic.count(sent=self._combination.traffic.wire_bytes(whole.nbytes))
-            memory_of(shard.parameter).copy_(whole)
-            shard.set_residual(None)
+            for shard, start in zip(shards, starts, strict=True):
+                memory_of(shard.parameter).copy_(whole[start : start + shard.parameter.numel()])
+                shard.set_residual(None)
 
     def _new_gathers(self, buckets: Sequence[Bucket]) -> list[ShardGather]:
         """Return the gathers of buckets. Those of one dtype and device share memory of the size of their longest bucket."""

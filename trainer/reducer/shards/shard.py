@@ -77,6 +77,11 @@ def overlap(shares: Sequence[slice], span: slice) -> Ranges:
     return tuple((start - span.start, stop - span.start) for start, stop in overlaps if start < stop)
 
 
+def shifted(ranges: Ranges, start: int) -> Ranges:
+    """Return ranges of a part of memory that begins at `start`, counted from the beginning of the memory."""
+    return tuple((start + first, start + stop) for first, stop in ranges)
+
+
 def length(ranges: Ranges) -> int:
     """Return how many elements there are in ranges."""
     return sum(stop - start for start, stop in ranges)
