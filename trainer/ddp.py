@@ -217,6 +217,8 @@ class CompressionHook:
         Every rank calls it before each backward(), also those in no_sync(). A rank without samples calls backward() too, as DDP
         needs it. A rank in DDP's join() has no samples. If the exchange raises ValueError, DDP cannot go on.
 
+        A parameter that only ranks without samples use gets zeros, not None, so weight decay moves it: DDP decides that.
+
         Needs named_parameters of ddp_comm_hook(); raises RuntimeError without."""
         if self._names is None:
             raise RuntimeError(

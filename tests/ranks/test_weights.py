@@ -233,11 +233,14 @@ def test_zero_grad_forgets_passes_but_not_the_next_weight() -> None:
 @pytest.mark.parametrize("discard", ["None", "zeros"])
 @on_ranks(2)
 def test_passes_that_the_program_discards_do_not_count(discard: str) -> None:
+    """Also if their gradients are zero anyway."""
     model, rank = Scale(), hvd.rank()
-    with model.optimizer.no_sync():
-        model.push(100.0, 9)
-    model.zero_grad(set_to_none=discard == "None")
-    assert model.push((3.0, 5.0)[rank], (1, 3)[rank]) == 4.5
+    for gradient in (100.0, 0.0):
+        with model.optimizer.no_sync():
+            model.push(gradient, 9)
+        model.zero_grad(set_to_none=discard == "None")
+        assert model.push((3.0, 5.0)[rank], (1, 3)[rank]) == 4.5
+        model.optimizer.zero_grad()
 
 
 @on_ranks(2)
@@ -245,6 +248,7 @@ def test_passes_whose_gradients_are_zero_count() -> None:
     """As those of a hinge loss, when every sample is beyond the margin."""
     model, rank = Scale(backward_passes_per_step=3), hvd.rank()
     model.push(0.0, (4, 2)[rank])
+    model.optimizer.weigh(50)
     model.push(0.0, (1, 3)[rank])
     assert model.push((3.0, 5.0)[rank], (2, 4)[rank]) == pytest.approx(26 / 16)
 
@@ -621,16 +625,20 @@ def test_ddp(view: bool, count: int) -> None:
 
 
 @on_ranks(2, initialized=False)
-def test_ddp_counts_passes_whose_gradients_are_zero() -> None:
+def test_ddp_counts_passes_whose_gradients_are_zero_unless_they_are_discarded() -> None:
     module = nn.Linear(1, 1, bias=False)
     ddp, hook = DistributedDataParallel(module), hvd.ddp_comm_hook("none", module.named_parameters())
     ddp.register_comm_hook(None, hook)
-    hook.weigh(5)
-    with ddp.no_sync():
-        ddp(torch.zeros(1, 1)).sum().backward()
-    hook.weigh((1, 3)[dist.get_rank()])
-    ddp(torch.full((1, 1), (3.0, 5.0)[dist.get_rank()])).sum().backward()
-    assert float(module.weight.grad) == pytest.approx(18 / 14)  # type: ignore[arg-type]
+    for discards, expected in ((False, 18 / 14), (True, 18 / 4), (False, 18 / 14)):
+        module.zero_grad()
+        hook.weigh(5)
+        with ddp.no_sync():
+            ddp(torch.zeros(1, 1)).sum().backward()
+        if discards:
+            module.zero_grad(set_to_none=False)
+        hook.weigh((1, 3)[dist.get_rank()])
+        ddp(torch.full((1, 1), (3.0, 5.0)[dist.get_rank()])).sum().backward()
+        assert float(module.weight.grad) == pytest.approx(expected)  # type: ignore[arg-type]
     hook.close()
 
 

@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from gradwire.collectives import Communicator, Mismatch, PreparedOperation, Work
 from gradwire.collectives.errors import ranks_text
@@ -35,9 +36,9 @@ class _Window:
 
     passes: their number. samples: those of all of them. unit: by what parameter.grad must be multiplied to get the sum of
     samples * gradient over the passes. next: the samples of the next pass, once they are known. before: the gradients from before
-    the present pass, by parameter, if it stands for no samples. are_zeros: whether all gradients were 0 when the last pass ended,
-    as those of a hinge loss may be. fault: text of the ValueError that all ranks raise in the exchange. sum: the running sum of
-    the samples of all ranks. is_agreed: whether the factors are those of this window.
+    the present pass, by parameter, if it stands for no samples. left: the gradients that the passes have left, by parameter, with
+    their versions; None after a pass that has failed. fault: text of the ValueError that all ranks raise in the exchange. sum:
+    the running sum of the samples of all ranks. is_agreed: whether the factors are those of this window.
     """
 
     passes: int = 0
@@ -45,7 +46,7 @@ class _Window:
     unit: float = 0.0
     next: float | None = None
     before: dict[int, Tensor] | None = None
-    are_zeros: bool = False
+    left: dict[int, tuple[TensorWeakRef, int]] | None = None
     fault: str = ""
     sum: Work | None = None
     is_agreed: bool = False
@@ -78,8 +79,8 @@ class Weights:
 
     def weigh(self, samples: float | Tensor, accumulated: Mapping[int, Tensor]) -> None:
         """Set the samples of the next pass; the last call before a pass counts. accumulated: the gradients of the passes of this
-        window, by parameter. If they are None, or have become 0, the program has discarded these passes. Raises TypeError unless
-        samples is a number; the exchange raises other faults, on all ranks."""
+        window, by parameter. If the program has set them to None or 0 since, it has discarded these passes. Torch does not notice
+        changes through grad.data. Raises TypeError unless samples is a number; the exchange raises other faults, on all ranks."""
         given: object = samples.item() if isinstance(samples, Tensor) and samples.numel() == 1 else samples
         if isinstance(given, bool) or not isinstance(given, numbers.Real):
             raise TypeError(f"samples must be a number, not {samples!r}")
@@ -87,7 +88,7 @@ class Weights:
         self.is_used = True
         if self._window.is_agreed:  # the exchange has failed
             self._window = _Window()
-        if self._window.passes and not (accumulated and (self._window.are_zeros or _any(accumulated))):
+        if self._window.passes and not (self._is_as_left(accumulated) or _any(accumulated)):
             self.forget()
             accumulated = {}
         window = self._window
@@ -102,6 +103,7 @@ class Weights:
         elif window.unit not in (0.0, count):
             for gradient in accumulated.values():
                 gradient.mul_(window.unit / count)
+            self.end_pass(accumulated)
         window.next, window.unit = count, count or window.unit
 
     def begin_pass(self) -> None:
@@ -111,11 +113,21 @@ class Weights:
             self.fail(_MISSING)
         window.samples += window.next or 0.0
         window.next = None
+        window.left = None
         window.passes += 1
 
     def end_pass(self, accumulated: Mapping[int, Tensor]) -> None:
-        """Note the gradients of the passes so far, at the end of one after which another one follows."""
-        self._window.are_zeros = not _any(accumulated)
+        """Note the gradients of the passes so far, at the end of one. There are none if the exchange has ended the window."""
+        noted = {index: (TensorWeakRef(gradient), gradient._version) for index, gradient in accumulated.items()}
+        self._window.left = noted or None
+
+    def _is_as_left(self, accumulated: Mapping[int, Tensor]) -> bool:
+        """Return whether the gradients are those that the last pass has left, unchanged. They may be 0, as those of a hinge
+        loss."""
+        return self._window.left is not None and all(
+            (gradient := accumulated.get(index)) is not None and left() is gradient and gradient._version == version
+            for index, (left, version) in self._window.left.items()
+        )
 
     @property
     def passes(self) -> int:
