@@ -53,6 +53,8 @@ def _codecs(text: str) -> dict[str, tuple[Codec, bool]]:
             raise argparse.ArgumentTypeError(str(error)) from None
         if name == "none" or (plus and feedback != "ef"):
             raise argparse.ArgumentTypeError(f"{label!r} is not a codec, or a codec and +ef; none is always compared")
+        if plus and not codec.takes_feedback:
+            raise argparse.ArgumentTypeError(f"{label!r}: residuals of {name} would grow in every call: leave out +ef")
         chosen[label] = codec, bool(plus)
     return chosen
 

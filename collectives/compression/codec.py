@@ -80,6 +80,12 @@ class Codec(ABC):
         """Return an upper bound of the variance omega of an unbiased codec; 0 for a biased codec."""
         return 0.0
 
+    @property
+    def takes_feedback(self) -> bool:
+        """Return whether error feedback can be used: with an omega of 1 or more, the error may exceed the numbers, and residuals
+        would grow in every step."""
+        return self.omega < 1
+
     def at(self, step: int) -> Codec:
         """Return the codec of a step, counted from 0. At every step, parts of a buffer have the alignment of `self`."""
         return self

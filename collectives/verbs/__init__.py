@@ -91,9 +91,8 @@ class Verbs:
     ) -> Feedback:
         """Make the Feedback of this rank for allreduce(compression=...) of one buffer of numel elements. Not a collective call.
 
-        seed: the default of the argument `seed` in calls of allreduce with this object. Codecs whose omega is 1 or more, such as
-        QSGD's and TernGrad's, need no feedback: with it, the residuals grow in every call. Raises ValueError for an unknown
-        codec, or if numel is negative.
+        seed: the default of the argument `seed` in calls of allreduce with this object. Raises ValueError for an unknown codec,
+        for one whose residuals would grow in every call (TernGrad, and QSGD with its default settings), or if numel is negative.
         """
         return compressed.new_feedback(self._engine, compression, numel, torch.device(device), seed)
 

@@ -141,6 +141,10 @@ def new_feedback(engine: Engine, compression: str | Codec, numel: int, device: t
         raise ValueError(f"rank {engine.rank}: seed={seed!r}; a whole number is needed")
     if not isinstance(numel, int) or numel < 0:
         raise ValueError(f"rank {engine.rank}: numel={numel!r}; a whole number from 0 is needed")
+    if not codec.takes_feedback:
+        raise ValueError(
+            f"rank {engine.rank}: {codec!r} takes no feedback: with its omega of {codec.omega:.2g}, residuals would grow"
+        )
     with torch.inference_mode(False):  # so that it can be used in any mode
         return Feedback(codec, engine.schedules.partition(codec, numel, device_type=device.type), device, seed)
 

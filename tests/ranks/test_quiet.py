@@ -83,8 +83,9 @@ def use_every_kernel(hosts: str) -> list[str]:
             if codec().name == "none":
                 continue
             comm.allreduce(torch.ones(5000), compression=codec(), step=0)
-            feedback = comm.new_feedback(codec(), 5000)
-            comm.allreduce(torch.ones(5000), compression=codec(), feedback=feedback)
+            if codec().takes_feedback:
+                feedback = comm.new_feedback(codec(), 5000)
+                comm.allreduce(torch.ones(5000), compression=codec(), feedback=feedback)
     return found
 
 

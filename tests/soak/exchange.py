@@ -234,7 +234,7 @@ class Exchange:
         comm, codec, steps = self._comm, COMPRESSING[o.codec], range(o.steps)
         numbers = [uneven_magnitudes(comm.size, o.numel, 1000 * position + step) for step in steps]
         results = [numbers[step][comm.rank].clone() for step in steps]
-        feedback = comm.new_feedback(codec, o.numel) if o.steps > 1 else None
+        feedback = comm.new_feedback(codec, o.numel) if o.steps > 1 and codec.takes_feedback else None
         options = {"compression": codec, "feedback": feedback, "seed": position}
         for step in steps[:-1]:
             comm.allreduce(results[step], o.op, step=step, algorithm=o.algorithm, **options)

@@ -48,6 +48,7 @@ allreduce = partial(parse_arguments, "allreduce")
 WRONG: list[tuple[Callable[[list[str]], object], str, str]] = [
     (allreduce, "-b 4X|-b 8 -e 4|-f 1|-n 0|-d float128|-o mean|--backend mpi|--codec int9|--codec int8+fe", ""),
     (allreduce, "--codec none|--codec powersgd|--codec int8 -d half|--codec int8 -o max|--codec int8 --shared", ""),
+    (allreduce, "--codec qsgd+ef", "qsgd+ef"),
     (codec.parse_arguments, "--codec int8,int9", "int9"),
     (codec.parse_arguments, "-n 1000|-n 0|--iters 0", ""),
     (convergence.parse_arguments, "--models gpt|--codecs int8,int9|--steps 0|--seed -1", ""),

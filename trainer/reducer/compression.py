@@ -81,7 +81,7 @@ class ErrorFeedback:
             raise ValueError(f"warmup_steps must be a whole number >= 0, not {self.warmup_steps!r}")
         if isinstance(made, Codec) and made.name == "none":
             raise ValueError("error feedback needs a codec: without one there is no error")
-        if isinstance(made, Codec) and made.omega >= 1:
+        if isinstance(made, Codec) and not made.takes_feedback:
             raise ValueError(
                 f"error feedback cannot be used with {made!r}: the error may exceed the numbers (omega is "
                 f"{made.omega:.2g}), so residuals would grow in every step. Use the codec without error feedback"

@@ -32,7 +32,7 @@ def parameter_encoding_of(compression: Compressor) -> Cast | Encoding | None:
             f"parameter_compression={kind.codec.name!r} is for gradients, because it keeps state between steps: give a "
             "cast, or a codec without state, such as 'int8'"
         )
-    if kind.codec.omega >= 1:
+    if not kind.codec.takes_feedback:
         raise ValueError(
             f"parameter_compression={kind.codec.name!r} is for gradients: parameters always have error feedback, whose "
             f"residuals would grow in every step (omega is {kind.codec.omega:.2g}): give a cast, or a codec such as 'int8'"
