@@ -64,7 +64,7 @@ MISTAKES: dict[type[Exception], dict[str, tuple[str, Callable[[Communicator], ob
             lambda c: with_feedback(c, "int8", 4, compression="int8"),
         ),
         "feedback of another codec": ("Int8.*Int4", lambda c: with_feedback(c, "int4", compression="int8")),
-        "feedback that grows": ("omega is", lambda c: c.new_feedback("qsgd", 3)),
+        "feedback that grows": ("QSGD", lambda c: c.new_feedback("qsgd", 3)),
         "seed of feedback": ("seed='one'", lambda c: c.new_feedback("int8", 3, seed="one")),
         "step before the first": ("step=-1", lambda c: c.allreduce(TWO, compression="int8", step=-1)),
         "unknown op": ("'median'.*'sum', 'average', 'min', 'max', 'product'", lambda c: c.allreduce(TWO, "median")),
