@@ -149,6 +149,8 @@ class Fragment:
             parameter.copy_(wanted)
             if own and parameter.dtype != outer.dtype:
                 self._merged_late[index] = outer - (wanted - parameter)
+            else:
+                self._merged_late.pop(index, None)
 
     def _merged(self, index: int) -> Tensor:
         """Return the outer parameter, less the rounding error with which merge() wrote it into the parameter. Movements are
