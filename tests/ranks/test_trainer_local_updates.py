@@ -488,7 +488,7 @@ def test_frozen_parameters_stay_until_they_are_trained(warmup_steps: int) -> Non
     optimizer.close()
 
 
-@pytest.mark.parametrize("frozen_at", [4, 5, 6])
+@pytest.mark.parametrize("frozen_at", [5, 6, 7])
 @pytest.mark.parametrize("options", [{}, {"delay": 1}, {"fragments": 2}], ids=str)
 @on_ranks(2)
 def test_what_is_frozen_between_exchanges_becomes_equal(options: dict[str, int], frozen_at: int) -> None:
@@ -504,6 +504,26 @@ def test_what_is_frozen_between_exchanges_becomes_equal(options: dict[str, int],
     train(model, optimizer, range(frozen_at, 12))
     assert_same_on_all_ranks([frozen])
     optimizer.close()
+
+
+@on_ranks(2)
+def test_what_is_trained_again_during_an_exchange_goes_on_from_a_checkpoint() -> None:
+    """The exchange does not include it, so that it keeps the movement of each rank until the next one."""
+    models = [network(), network()]
+    for model in models:
+        frozen = model[0].weight.requires_grad_(False)
+        optimizer = wrapped(model, every=4, delay=2)
+        train(model, optimizer, range(4))
+        frozen.requires_grad_(True)
+        train(model, optimizer, [4])
+        if model is models[1]:
+            saved = through_a_file(optimizer.state_dict())
+            optimizer.close()
+            optimizer = wrapped(model, every=4, delay=2)
+            optimizer.load_state_dict(saved)
+        train(model, optimizer, range(5, 12))
+        optimizer.close()
+    assert_equal(*(model.parameters() for model in models))
 
 
 @on_ranks(2)

@@ -187,9 +187,10 @@ class Fragment:
             self._merged_late[index] = value.to(self._outer[index].device)
         for index, (value, late) in state.get("loaded", {}).items():
             self._loaded[index] = value.to(self._outer[index].device), late
-        self._trained.update(state.get("trained", ()))
-        for index in state.get("moved", ()):
-            self._outer[index].requires_grad_(True)
+        self._trained = set(state.get("trained", ()))
+        if (moved := state.get("moved")) is not None:
+            for index, outer in enumerate(self._outer):
+                outer.requires_grad_(index in moved)
         rates = [group["lr"] for group in self._optimizer.param_groups] if keep_rates else []
         self.rule.load_state_dict(state["optimizer"], [other["optimizer"] for other in also])
         for group, rate in zip(self._optimizer.param_groups, rates, strict=keep_rates):
