@@ -24,10 +24,12 @@ from tests.ranks.training import (
     assert_equal,
     assert_same_on_all_ranks,
     batch,
+    batch_of,
     copies,
     distributed,
     gradients,
     loss_of,
+    network,
     on_ranks,
     perceptron,
     sgd,
@@ -64,6 +66,29 @@ def test_frozen_parameters_do_not_travel() -> None:
         assert sent == at_first
         assert small.grad is not None
         assert small.grad.tolist() == [0.5] * 10
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rule", ["local", "adasum"])
+def test_frozen_parameters_that_have_gradients_stay_equal(rule: str) -> None:
+    """Torch moves them on by momentum and weight decay: one on all ranks, the other on the one rank that used it last."""
+    model = network()
+    options: dict[str, Any] = {"local": {"rule": hvd.rules.LocalUpdates(every=4)}, "adasum": {"op": hvd.Adasum}}[rule]
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+    frozen = [model[0].weight, model[2].bias]
+    for step in range(8):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, batch_of(step, hvd.rank())).backward()
+        if step == 4:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            if hvd.rank() == 1:
+                model[2].bias.grad = None
+            before = copies(frozen)
+        optimizer.step()
+    assert_same_on_all_ranks(model.parameters())
+    assert not any(map(torch.equal, frozen, before))
+    optimizer.close()
 
 
 @on_ranks(2)

@@ -93,8 +93,12 @@ class AdaptiveSummation(Rule):
         self._names = dict(sorted(self._names.items(), key=lambda item: (place.get(item[1], frozen), item[1])))
 
     def synchronize(self) -> None:
-        """Copy the parameters from which the optimizer takes the next step."""
-        self._before = {parameter: parameter.detach().clone() for parameter in self._names if parameter.requires_grad}
+        """Copy the parameters from which the optimizer takes the next step. It steps frozen ones, too, if they have gradients."""
+        self._before = {
+            parameter: parameter.detach().clone()
+            for parameter in self._names
+            if parameter.requires_grad or parameter.grad is not None
+        }
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Return this rank's own loss, since the optimizer steps on this rank alone, and may call the closure any number of
@@ -108,6 +112,7 @@ class AdaptiveSummation(Rule):
         before, self._before = self._before, None
         if before is None:  # the optimizer has not called its closure
             return
+        before = self._with_those_of_others(before)
         changes = [
             (parameter - start).to(self._casts[parameter].dtype_on_wire(parameter.dtype))
             for parameter, start in before.items()
@@ -120,6 +125,20 @@ class AdaptiveSummation(Rule):
         self._wait_s += time.perf_counter() - began
         for (parameter, start), change in zip(before.items(), changes, strict=True):
             parameter.copy_(start + change)
+
+    def _with_those_of_others(self, before: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Add the frozen parameters that have gradients on other ranks only; this rank's step has not changed them. Collective if
+        parameters are frozen."""
+        frozen = {name: parameter for parameter, name in self._names.items() if not parameter.requires_grad}
+        if not frozen:
+            return before
+        mine = [name for name, parameter in frozen.items() if parameter in before]
+        stepped = {name for theirs in self.communicator.allgather_record(mine) for name in theirs}
+        return {
+            parameter: before.get(parameter, parameter)
+            for parameter, name in self._names.items()
+            if parameter in before or name in stepped
+        }
 
 
 def check_adasum(tensors: Sequence[Tensor]) -> None:

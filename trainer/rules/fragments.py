@@ -50,7 +50,7 @@ class Fragment:
         named: dict[Tensor, str] = dict(zip(self._outer, names, strict=True))
         self._names = names
         self._marks: list[tuple[int, int]] | None = None
-        self._trained: set[int] = set()  # the parameters that were not frozen in a step since the last move()
+        self._trained: set[int] = set()  # the parameters that a step may have changed since the last move()
         self._merged_late: dict[int, Tensor] = {}  # what _merged() returns, where it depends on the parameter, too
         # By parameter, a value that no step has set, since the last move(), and whether it was set during an exchange.
         self._loaded: dict[int, tuple[Tensor, bool]] = {}
@@ -71,18 +71,21 @@ class Fragment:
     @torch.no_grad()
     def look(self, *, in_flight: bool) -> None:
         """Keep the values of parameters that something else than a step has changed since mark(), such as a load_state_dict()
-        of the model, and note which ones the next step trains. in_flight: whether the fragment is being exchanged."""
+        of the model, and note which ones the next step may change: torch also steps frozen ones that have gradients.
+        in_flight: whether the fragment is being exchanged."""
         now = self._now()
         for index, (mark, before) in enumerate(zip(now, self._marks or now, strict=True)):
             if mark != before:
                 self._loaded[index] = self._parameters[index].detach().clone(), in_flight
         self._marks = now
-        self._trained |= {index for index, parameter in enumerate(self._parameters) if parameter.requires_grad}
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad or parameter.grad is not None:
+                self._trained.add(index)
 
     @torch.no_grad()
     def move(self) -> None:
         """Set the outer parameters' gradients, in the buckets, to this rank's pseudo-gradients: the values that the parameters
-        had, minus the parameters. Parameters that were frozen in all steps have none."""
+        had, minus the parameters. Parameters that no step may have changed have none."""
         self._moving, self._loaded = self._loaded, {}
         trained, self._trained = self._trained, set()
         for index, (parameter, outer) in enumerate(zip(self._parameters, self._outer, strict=True)):
@@ -103,7 +106,7 @@ class Fragment:
 
     def exchange(self, step: int) -> None:
         """Step the outer parameters by all ranks' pseudo-gradients. Raises ReplicasDiffer if they then differ between ranks."""
-        self._agree_on_loaded()
+        self._agree()
         self.rule.synchronize()
         self._optimizer.step()
         self.rule.after_step()
@@ -111,15 +114,20 @@ class Fragment:
         self._check.compare(step)
 
     @torch.no_grad()
-    def _agree_on_loaded(self) -> None:
+    def _agree(self) -> None:
         """Set the outer parameters to values that all ranks have loaded alike since the last exchange. Changes that differ
-        between ranks, such as those of clamp_(), become part of the pseudo-gradients. Collective.
+        between ranks, such as those of clamp_(), become part of the pseudo-gradients. Include the parameters that move() has
+        moved on any rank: a frozen one may have a gradient on some ranks only. Collective.
 
         Raises RuntimeError on all ranks if the values were loaded during the exchange of this fragment, whose result has then
         been merged into them.
         """
         mine = [[index, hash_of(value), late] for index, (value, late) in self._moving.items()]
-        everyones = self._check.communicator.allgather_record(mine)
+        unmoved = [index for index, outer in enumerate(self._outer) if not outer.requires_grad]
+        records = self._check.communicator.allgather_record((mine, unmoved))
+        everyones = [loaded for loaded, _ in records]
+        for index in set(unmoved) - set.intersection(*(set(theirs) for _, theirs in records)):
+            self._outer[index].requires_grad_(True)
         alike = set.intersection(*({(index, value) for index, value, _ in theirs} for theirs in everyones))
         agreed = {index for index, _ in alike}
         if mixed := agreed & {index for theirs in everyones for index, _, late in theirs if late}:
