@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -9,7 +10,7 @@ from itertools import chain, count
 from operator import is_, itemgetter
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, glob
 from gradwire.trainer.world.world import current_world, is_initialized, names_rank, record_in_timelines
 
 _params_of = itemgetter("params")
+
+_log = logging.getLogger("gradwire")
 
 
 class _Superseded(Rule):
@@ -122,15 +125,14 @@ class Attachment:
                 compared_on = current_world().communicator(process_set)
             all_names = partial(names_of, self.parameters, self.called)  # does not keep this object alive
             self.reports = Reports(made, self._reported, all_names, compared_on)
+            for other, name in self._others_with(self.parameters):
+                other.supersede(name)
         except BaseException:
             self.close()  # else its hooks would go on exchanging, as long as the error is alive
             raise
         is_allowed = made.can_stand_in
         self.communicator.absence.allow(lambda _: is_allowed)
-        for other, name in self._others_with(self.parameters):
-            other.close()
-            other.rule = _Superseded(other.rule, name)
-        _attached[id(self)] = self
+        _attached.add(self)
         if is_initialized():
             current_world().enrol(self)
 
@@ -139,7 +141,7 @@ class Attachment:
         one; none if this one exchanges nothing here, as outside of its process set."""
         if type(self.rule) is Rule:
             return []
-        exchanging = [each for each in _attached.values() if each is not self and type(each.rule) is not Rule]
+        exchanging = [each for each in _attached if each is not self and type(each.rule) is not Rule]
         shared = [(other, [other.called[p] for p in parameters if p in other.called]) for other in exchanging]
         return [(other, names[0]) for other, names in shared if names]
 
@@ -222,9 +224,20 @@ class Attachment:
         self.called.update(called)
         self.parameters[:] = now
 
+    def supersede(self, name: str) -> None:
+        """Close this one for a later DistributedOptimizer, and refuse further steps. name: a parameter that both have.
+
+        An exchange that has failed is not an error of the later one, which other ranks then have."""
+        try:
+            self.close()
+        except CollectiveError as error:
+            rank = self.communicator.rank
+            _log.warning("gradwire: rank %d: the update of the last step is not complete: %s", rank, error)
+        self.rule = _Superseded(self.rule, name)
+
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given as process_set."""
-        _attached.pop(id(self), None)
+        _attached.discard(self)
         if is_initialized():
             current_world().withdraw(self)  # else an elastic job that begins later would connect it to the next world
         try:
@@ -234,8 +247,9 @@ class Attachment:
                 self.communicator.close()
 
 
-#: Those of this process that are not closed, in the order in which they were made, whatever world they were made in.
-_attached: WeakValueDictionary[int, Attachment] = WeakValueDictionary()
+#: Those of this process that are not closed. World.optimizers has those of one world, and not those that were made without
+#: init() or before shutdown(), whose parameters are still hooked.
+_attached: WeakSet[Attachment] = WeakSet()
 
 
 def names_of(parameters: Iterable[Tensor], called: Mapping[Tensor, str]) -> dict[Tensor, str]:

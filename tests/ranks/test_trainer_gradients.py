@@ -295,6 +295,29 @@ def test_a_parameter_of_an_optimizer_that_was_made_before_shutdown(rule: Callabl
 
 
 @on_ranks(2)
+def test_a_parameter_of_an_optimizer_whose_update_has_failed() -> None:
+    """One rank has not taken part. All have the next optimizer, and train from before that update."""
+    model = perceptron()
+    first = distributed(model.parameters(), rule=hvd.rules.NextForward(model))
+    take_steps(model, first, share, [0, 1])
+    first.settle()
+    if hvd.rank() == 0:
+        take_steps(model, first, share, [2])
+    hvd.barrier()
+    if hvd.rank() == 1:
+        del first
+        gc.collect()
+    second = distributed(model.parameters(), rule=hvd.rules.NextForward(model))
+    take_steps(model, second, share, [2, 3])
+    second.settle()
+    assert_same_on_all_ranks(model.parameters())
+    if hvd.rank() == 0:
+        with pytest.raises(RuntimeError, match="a DistributedOptimizer of their own"):
+            first.step()
+    second.close()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("kind", ["backward", "next_forward", "sharded", "adasum", "a rank without a gradient"])
 def test_replicas_that_do_not_start_equal(kind: str) -> None:
     options: dict[str, Any] = {
