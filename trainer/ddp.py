@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
-import atexit
 import math
 import sys
 import threading
@@ -36,6 +35,7 @@ from gradwire.trainer.reducer.buffers import CodedBuffer, PlainBuffer, buffer_fo
 from gradwire.trainer.reducer.checkpoint import KEY, VERSION, check_part
 from gradwire.trainer.reducer.choice import Choice
 from gradwire.trainer.reducer.compression import CASTS, Cast, Compressor, Encoding, Policy, encoding_for, wanted
+from gradwire.trainer.reducer.hooks import remove_all
 from gradwire.trainer.reducer.layout import packed
 from gradwire.trainer.reducer.residuals import Residuals
 from gradwire.trainer.reducer.setup import Combination
@@ -101,9 +101,6 @@ class CompressionHook:
         self._combination: Combination | None = None
         self._closed = False
         self._background = Background("gradwire DDP hook", own_streams=True)
-        # Runs after the Communicator's exit function, which is registered later and ends the operations that the thread waits
-        # for.
-        atexit.register(self._background.close, _CLOSE_S)
         self._step = 0
         self._settled = False
         self._end_of_backward = EndOfBackward()
@@ -123,6 +120,9 @@ class CompressionHook:
         self._residuals = Residuals()
         self._weights = Weights()
         self._hooks: dict[Tensor, RemovableHandle] = {}  # which count passes for the weights
+        # When the process ends, this runs after the Communicator's exit function, which is registered later and ends the
+        # operations that the thread waits for.
+        self._end = weakref.finalize(self, _end, self._hooks.values(), self._background)
         self._graph_task = OUTSIDE_BACKWARD
         self._arrivals = threading.Lock()  # autograd calls hooks from one thread per device
         self._loaded: list[dict[str, Any]] = []  # loaded buffers with parameters that DDP has not come with yet
@@ -319,10 +319,7 @@ class CompressionHook:
     def close(self) -> None:
         """Finish running exchanges and close the Communicator. The hook cannot be called any more."""
         self._closed = True
-        for hook in self._hooks.values():
-            hook.remove()
-        atexit.unregister(self._background.close)
-        self._background.close(_CLOSE_S)
+        self._end()
         if self._combination is not None:
             self._combination.communicator.close()
 
@@ -507,6 +504,12 @@ class CompressionHook:
             # Waits before DDP does, so that backward() raises the error of the exchange: DDP turns every error into
             # RuntimeError.
             when_backward_ends(running.wait)
+
+
+def _end(hooks: Iterable[RemovableHandle], background: Background) -> None:
+    """End what a hook has begun, at its close(), when it is deleted without, or when the process ends."""
+    remove_all(hooks)
+    background.close(_CLOSE_S)
 
 
 def _run(done: Future[Tensor], buffer: Tensor, *steps: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +19,10 @@ from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicato
 from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.sparse import DGC, RandomK
-from gradwire.collectives.torch_internals import CAN_MOVE_STORAGE
+from gradwire.collectives.torch_internals import CAN_MOVE_STORAGE, hook_runs_last
 from gradwire.trainer.ddp import UNSETTLED_STEPS, CompressionHook
 from gradwire.trainer.reducer.compression import NAMES, ErrorFeedback
-from tests.harness import is_shared, wide, wide_rows
+from tests.harness import is_shared, wait_until, wide, wide_rows
 from tests.ranks.test_torch_backend import WAYS, train_by_ddp
 from tests.ranks.training import assert_same_on_all_ranks, assert_survived, on_ranks, through_a_file
 
@@ -493,6 +494,18 @@ def test_what_is_no_codec_is_refused() -> None:
         gradwire.ddp_comm_hook("int8", policy={"*": "none"})
     with pytest.raises(ValueError, match="no parameter's name matches"):
         gradwire.ddp_comm_hook("int8", [("weight", PARAMETERS[0])], policy={"bias": "none"})
+
+
+def test_a_deleted_hook_leaves_nothing() -> None:
+    """The parameters have no hooks of it, and its thread ends."""
+    parameter, threads = nn.Parameter(torch.ones(1)), threading.active_count()
+    mine = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    hook = gradwire.ddp_comm_hook("int8", [("weight", parameter)])
+    hook.weigh(1)
+    assert not hook_runs_last(parameter, mine)
+    del hook
+    assert hook_runs_last(parameter, mine)
+    wait_until(lambda: threading.active_count() <= threads)
 
 
 def stays_away(codec: Any, error: type[Exception]) -> None:

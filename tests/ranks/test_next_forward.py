@@ -6,7 +6,9 @@ import copy
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -121,6 +123,29 @@ def test_what_reads_first_completes_the_update() -> None:
         assert_equal([optimizer.optimizer.state[parameter]["exp_avg"] for parameter in in_order], moments)
         optimizer.close()
     expected.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("last", ["backward", "step", "settle"])
+def test_an_optimizer_that_is_deleted(last: str) -> None:
+    """It warns if an update is due. Gradients that were not exchanged are an error; the others remain."""
+    model, optimizer = trained("next_forward", steps=2)
+    optimizer.zero_grad()
+    loss_of(model, share(2)).backward()
+    gradients = [model.last.weight.grad]
+    if last != "backward":
+        optimizer.step()
+    if last == "settle":
+        optimizer.settle()
+    gradients.append(model.last.weight.grad)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del optimizer
+    assert [warning.filename for warning in caught] == [__file__] * (last == "step")
+    for gradient in gradients:
+        with nullcontext() if last == "settle" else pytest.raises(RuntimeError, match=r"^rank \d: .* settle\(\)"):
+            gradient.sum()
+    hvd.barrier()
 
 
 @on_ranks(2)

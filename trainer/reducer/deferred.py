@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire.collectives.torch_internals import map_only, plainly, uncompiled
+from gradwire.collectives.torch_internals import map_only, plainly
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.planner import BucketLayout
 from gradwire.trainer.reducer.reducer import Reducer
@@ -27,13 +27,17 @@ _MOVED = (
     "rank {}: {!r} has been moved to {} on {} while its gradient was being exchanged: with rules.NextForward, call settle() of "
     "the distributed optimizer before"
 )
+_DELETED = (
+    "rank {}: a gradient is used whose exchange was not complete when the DistributedOptimizer was deleted: with "
+    "rules.NextForward, call its settle() before"
+)
 
 
 class AwaitedGradient(Tensor):
-    """A gradient that is being exchanged. Any torch function that takes it calls `settle` first, and then takes `exchanged`, the
-    gradient that parameter.grad is from then on, in its place."""
+    """A gradient that is being exchanged. Any torch function that takes it completes the exchange first, and then takes
+    `exchanged`, the gradient that parameter.grad is from then on, in its place."""
 
-    settle: Callable[[], None]
+    pending: Pending
     exchanged: Tensor
 
     @classmethod
@@ -49,13 +53,29 @@ class AwaitedGradient(Tensor):
 
 
 def _settled(awaited: AwaitedGradient) -> Tensor:
-    awaited.settle()
+    awaited.pending.settle()
     return awaited.exchanged
 
 
 def is_awaited(gradient: Tensor | None) -> bool:
     """Return whether a gradient is being exchanged."""
     return type(gradient) is AwaitedGradient
+
+
+@dataclass(eq=False)
+class Pending:
+    """Says whether an exchange has operations that have not been waited for. AwaitedGradients have it, and it does not keep the
+    optimizer alive. complete: completes the exchange, and does nothing once the optimizer is deleted."""
+
+    complete: Callable[[], None]
+    rank: int
+    is_pending: bool = False
+
+    def settle(self) -> None:
+        """Complete the exchange. Raises RuntimeError if the optimizer was deleted before it was complete."""
+        self.complete()
+        if self.is_pending:
+            raise RuntimeError(_DELETED.format(self.rank))
 
 
 class DeferredWait:
@@ -68,18 +88,18 @@ class DeferredWait:
     on. The order depends on when the buckets were full and how long their exchanges took: see order_by_need(). Buckets on GPUs
     are launched in the order in which they are full.
 
-    settle: completes the exchange and the update that depends on it. before_gradient: called with the index of a parameter whose
-    gradient arrives while the exchange is pending.
+    settle: completes the exchange and the update that depends on it; does nothing once the optimizer is deleted. before_gradient:
+    called with the index of a parameter whose gradient arrives while the exchange is pending.
 
     waiting: the buckets whose exchange has not been waited for, in the order in which they were launched, the same on all ranks.
-    is_pending: whether there are operations that have not been waited for.
+    exchange: says whether there are any.
     """
 
     def __init__(self, reducer: Reducer, settle: Callable[[], None], before_gradient: Callable[[int], None]) -> None:
         self.waiting: list[Bucket] = []
-        self.is_pending = False
+        self.exchange = Pending(settle, reducer.setup.communicator.rank)
         self._reducer: Reducer = weakref.proxy(reducer)  # it has this as its deferral
-        self._settle, self._before_gradient = settle, before_gradient
+        self._before_gradient = before_gradient
         self._layout: BucketLayout | None = None  # of which the rest is known
         self._order: list[Bucket] = []
         self._full_s: dict[Bucket, float] = {}
@@ -89,7 +109,7 @@ class DeferredWait:
         self._steps, self._agree_after = 0, _MEASURED
 
     def before_pass(self, index: int) -> None:
-        if self.is_pending:
+        if self.exchange.is_pending:
             self._before_gradient(index)
 
     def on_full(self, bucket: Bucket) -> None:
@@ -114,10 +134,10 @@ class DeferredWait:
         for bucket in buckets:
             for parameter, gradient in zip(bucket.parameters, bucket.gradients_in_memory(), strict=True):
                 awaited = gradient.as_subclass(AwaitedGradient)
-                awaited.settle, awaited.exchanged = self._settle, gradient
+                awaited.pending, awaited.exchanged = self.exchange, gradient
                 parameter.grad = awaited
         self.waiting = [*self.order]
-        self.is_pending = bool(buckets)
+        self.exchange.is_pending = bool(buckets)
         reducer.close_window()
         return True
 
@@ -138,11 +158,11 @@ class DeferredWait:
                     parameter.grad = bucket.gradients[slot]
             self.waiting.remove(bucket)
             if not self.waiting:
-                self.is_pending = False
+                self.exchange.is_pending = False
                 reducer.complete()
         finally:
             reducer.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
-        if not self.is_pending:
+        if not self.exchange.is_pending:
             reducer.times.exchange_ends(begin_ns)
 
     def abandon(self) -> None:
@@ -150,7 +170,7 @@ class DeferredWait:
         for bucket in self.waiting:
             bucket.in_flight = False
         self.waiting.clear()
-        self.is_pending = False
+        self.exchange.is_pending = False
 
     def agree_on_order(self) -> None:
         """Agree on the order in which to launch the buckets of this layout, if enough steps are measured. Call this after each
@@ -189,27 +209,6 @@ class DeferredWait:
             first_s = min(buffer.ended_s for buffer in buffers)
             self._ready.append([each - first_s for each in full_s])
             self._taken.append([buffer.exchange_s for buffer in buffers])
-
-
-@dataclass(frozen=True, eq=False)
-class Weakly:
-    """A hook of a module or optimizer that calls a method. It does not keep the method's object alive, and does nothing in a copy
-    of the hooked object."""
-
-    method: weakref.WeakMethod[Callable[..., None]] | None = None
-
-    @classmethod
-    def of(cls, method: Callable[..., None]) -> Weakly:
-        return cls(weakref.WeakMethod(method))
-
-    @uncompiled
-    def __call__(self, *args: object) -> None:
-        method = self.method() if self.method is not None else None
-        if method is not None:
-            method(*args)
-
-    def __reduce__(self) -> tuple[type[Weakly], tuple[()]]:
-        return Weakly, ()
 
 
 def order_by_need(ready_s: Sequence[float], exchange_s: Sequence[float]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -27,6 +27,7 @@ from gradwire.collectives.torch_internals import (
 from gradwire.trainer.reducer.arguments import Sum, refuse_exchanged_by_ddp
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.buffers import Exported
+from gradwire.trainer.reducer.hooks import remove_all
 from gradwire.trainer.reducer.planner import BucketLayout, BucketPlanner
 from gradwire.trainer.reducer.presence import Presence
 from gradwire.trainer.reducer.residuals import Residuals
@@ -684,12 +685,6 @@ class Reducer:
         """Discard the measured steps, and measure anew."""
         if self.planner.choice is not None:
             self.planner.choice.restart()
-
-
-def remove_all(hooks: Iterable[RemovableHandle]) -> None:
-    """Remove hooks, unless they are removed already."""
-    for hook in hooks:
-        hook.remove()
 
 
 #: Those of this process that have launched all buckets, and have not waited for them. One backward() may reach the parameters of

@@ -8,8 +8,9 @@ gradients are on the wire (ByteScheduler, Peng et al. 2019).
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,10 +23,10 @@ from gradwire.collectives import CollectiveError, torch_internals
 from gradwire.collectives.torch_internals import has_step_hooks, runs_hooks, without_step_hooks
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.bucket import Bucket
-from gradwire.trainer.reducer.deferred import DeferredWait, Weakly, is_awaited
+from gradwire.trainer.reducer.deferred import DeferredWait, is_awaited
 from gradwire.trainer.reducer.dtensors import shard_of
+from gradwire.trainer.reducer.hooks import Weakly, remove_all
 from gradwire.trainer.reducer.plans import USUAL, ExchangePlan
-from gradwire.trainer.reducer.reducer import remove_all
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
@@ -112,7 +113,7 @@ class DeferredSteps(Synchronous):
         self.reducer.deferral = self._wait
         self._model = model
         self._lock = threading.RLock()  # autograd calls hooks from one thread per device
-        self._settings: list[dict[str, Any]] | None = None  # of the param groups at the due step
+        self._settings: list[dict[str, Any]] = []  # of the param groups at the due step; empty if no update is due
         self._failed = False
         # By bucket on a GPU: the end of its last update, and the stream on which it ran.
         self._updated: dict[Bucket, tuple[torch.cuda.Event, int]] = {}
@@ -126,7 +127,8 @@ class DeferredSteps(Synchronous):
             optimizer.register_state_dict_pre_hook(reads),
             optimizer.register_load_state_dict_pre_hook(loads),
         ]
-        weakref.finalize(self, remove_all, self._hooks)  # if there is no close()
+        self._when_deleted = weakref.finalize(self, _delete, self.communicator.rank, self._hooks, self._settings)
+        self._when_deleted.atexit = False
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         for name, parameter in zip(names, parameters, strict=True):
@@ -161,7 +163,9 @@ class DeferredSteps(Synchronous):
             return result
         self._find_needed()
         self._updated.clear()
-        self._settings = [{name: _kept(value) for name, value in group.items() if name != "params"} for group in groups]
+        self._settings[:] = [
+            {name: _kept(value) for name, value in group.items() if name != "params"} for group in groups
+        ]
         in_buckets = {parameter for bucket in self.buckets for parameter in bucket.parameters}
         others = [parameter for parameter in tensors_of(groups) if parameter not in in_buckets]
         if any(parameter.grad is not None for parameter in others):
@@ -194,14 +198,15 @@ class DeferredSteps(Synchronous):
             if not self._failed:
                 self.settle()
         finally:
+            self._when_deleted.detach()
             remove_all(self._hooks)
             super().close()
 
     def _can_defer(self) -> bool:
         """Return whether all gradients are being exchanged, and have not been used since."""
         return (
-            self._wait.is_pending
-            and self._settings is None
+            self._wait.exchange.is_pending
+            and not self._settings
             and not self.reducer.has_unreduced
             and not self.reducer.planner.is_due
             and not has_step_hooks(self.setup.optimizer)
@@ -215,26 +220,25 @@ class DeferredSteps(Synchronous):
             return
         bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._needed, self._needed_by = {}, made_of
-        elsewhere = dict(bucket_of)
+        self._find_needed_in(self._model, None, bucket_of)
+        elsewhere = bucket_of.keys() - set(self._model.parameters())
+        self._needed.setdefault(None, []).extend({bucket_of[parameter] for parameter in elsewhere})
 
-        def visit(module: nn.Module, caller: nn.Module | None) -> None:
-            caller = module if module in self._called else caller
-            needed = self._needed.setdefault(caller, [])
-            for parameter in module.parameters(recurse=False):
-                elsewhere.pop(parameter, None)
-                bucket = bucket_of.get(parameter)  # None if the optimizer does not have it, or it is frozen
-                if bucket is not None and bucket not in needed:
-                    needed.append(bucket)
-            for child in module.children():
-                visit(child, caller)
-
-        visit(self._model, None)
-        self._needed.setdefault(None, []).extend(set(elsewhere.values()))
+    def _find_needed_in(self, module: nn.Module, caller: nn.Module | None, bucket_of: Mapping[Tensor, Bucket]) -> None:
+        """Find the buckets that a module needs, and those inside it. caller: the innermost one around it that has been called."""
+        caller = module if module in self._called else caller
+        needed = self._needed.setdefault(caller, [])
+        for parameter in module.parameters(recurse=False):
+            bucket = bucket_of.get(parameter)  # None if the optimizer does not have it, or it is frozen
+            if bucket is not None and bucket not in needed:
+                needed.append(bucket)
+        for child in module.children():
+            self._find_needed_in(child, caller, bucket_of)
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
         self._called.add(module)
-        if self._wait.is_pending:
-            if self._settings is None or not torch.is_grad_enabled():
+        if self._wait.exchange.is_pending:
+            if not self._settings or not torch.is_grad_enabled():
                 self.settle()
             else:
                 with self._lock:
@@ -257,7 +261,7 @@ class DeferredSteps(Synchronous):
         used before it was updated."""
         with self._lock:
             if self.reducer.layout.places.get(index, (None,))[0] in self._wait.waiting:
-                message = _TWICE if self._settings is None else _READ_BEFORE
+                message = _READ_BEFORE if self._settings else _TWICE
                 raise RuntimeError(message.format(self.communicator.rank, self.reducer.names[index]))
             self.settle()
 
@@ -267,7 +271,8 @@ class DeferredSteps(Synchronous):
             self.settle()
         except CollectiveError:
             self._wait.abandon()
-            self._settings, self._failed = None, False
+            self._settings.clear()
+            self._failed = False
 
     def _finish_next(self) -> None:
         """Wait for the bucket that was started first, and update its parameters if an update is due.
@@ -281,7 +286,7 @@ class DeferredSteps(Synchronous):
         except CollectiveError:
             self._failed = True
             raise
-        if self._settings is None:
+        if not self._settings:
             return
         kept = [
             parameter.grad for parameter in bucket.parameters
@@ -294,7 +299,7 @@ class DeferredSteps(Synchronous):
             for parameter, gradient_now in zip(bucket.parameters, kept, strict=True):
                 parameter.grad = gradient_now
             if not self._wait.waiting:
-                self._settings = None
+                self._settings.clear()
             if bucket.streams is not None:
                 stream = torch.cuda.current_stream(bucket.memory.device)
                 self._updated[bucket] = stream.record_event(), stream.cuda_stream
@@ -302,7 +307,6 @@ class DeferredSteps(Synchronous):
     def _update(self, parameters: Collection[Tensor]) -> None:
         """Step some of the optimizer's parameters, with the settings at the time of step()."""
         optimizer, wanted = self.setup.optimizer, set(parameters)
-        assert self._settings is not None
         groups = optimizer.param_groups
         now = [dict(group) for group in groups]
         devices = {parameter.device.type for parameter in wanted}
@@ -315,6 +319,17 @@ class DeferredSteps(Synchronous):
         finally:
             for group, settings in zip(groups, now, strict=True):
                 group.update(settings)
+
+
+def _delete(rank: int, hooks: Iterable[RemovableHandle], settings: Sequence[object]) -> None:
+    """Remove the hooks of a rule that is deleted without close(), and warn if an update is due, which can no longer be made."""
+    remove_all(hooks)
+    if settings:
+        warnings.warn(
+            f"rank {rank}: a DistributedOptimizer with rules.NextForward was deleted before the update of its last step() was "
+            "made: call settle() before",
+            stacklevel=3,
+        )
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:
