@@ -130,7 +130,8 @@ def test_without_codecs_a_checkpoint_is_as_ever(compression: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_plain_optimizer_loads_what_codecs_have_saved() -> None:
+@pytest.mark.parametrize("rule", ["default", "next_forward", "sharded", "local"])
+def test_an_optimizer_without_codecs_loads_what_codecs_have_saved(rule: str) -> None:
     module = model()
     optimizer = optimizer_of(module, compression="topk")
     train(module, optimizer)
@@ -141,12 +142,18 @@ def test_a_plain_optimizer_loads_what_codecs_have_saved() -> None:
     train(module, plain)
     assert KEY not in plain.state_dict()
 
-    wrapped = optimizer_of(module)
+    rules = {
+        "next_forward": hvd.rules.NextForward(module),
+        "sharded": hvd.rules.Sharded(),
+        "local": hvd.rules.LocalUpdates(every=2, warmup_steps=9),
+    }
+    wrapped = optimizer_of(module, rule=rules.get(rule))
     with pytest.warns(UserWarning, match="the residuals are lost") as warned:
         wrapped.load_state_dict(saved)
     assert warned[0].filename == __file__
     train(module, wrapped)
     assert KEY not in wrapped.state_dict()
+    wrapped.close()
 
 
 @pytest.mark.usefixtures("alone")

@@ -10,10 +10,12 @@ a DDP hook lacks order, learning, arrivals and sparse.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -65,7 +67,7 @@ def load_state(reducer: Reducer, state_dict: dict[str, Any], also: Sequence[dict
     if not reducer.planner.is_encoded:
         optimizer.load_state_dict(bare)
         if communicator.rank == 0 and has_residuals(state_dict.get(KEY)):
-            warnings.warn("rank 0: saved with codecs, loaded without: the residuals are lost", stacklevel=5)
+            _warn("rank 0: saved with codecs, loaded without: the residuals are lost")
         return
 
     def read(state: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def load_state(reducer: Reducer, state_dict: dict[str, Any], also: Sequence[dict
     on_all_ranks(communicator, partial(optimizer.load_state_dict, bare), undo)
     go_on()
     if given is not None and not is_exact and communicator.rank == 0 and has_residuals(given.part):
-        _warn(given, communicator.size)
+        _warn(_shared_text(given, communicator.size))
 
 
 def _check_owners(communicator: Communicator, given: Given) -> None:
@@ -164,7 +166,8 @@ def _shared_residuals(reducer: Reducer, given: Given) -> dict[int, Exported]:
     return found
 
 
-def _warn(given: Given, now: int) -> None:
+def _shared_text(given: Given, now: int) -> str:
+    """Return the text that warns that residuals are shared, or lost."""
     before = given.part["world_size"]
     message = (
         f"rank 0: saved on {before} ranks, loaded on {now}: the residuals of ranks {given.saved} are now shared by all"
@@ -174,7 +177,14 @@ def _warn(given: Given, now: int) -> None:
             f"; those of ranks {lost}, which no rank loaded, are lost: load on every rank the state that it saved, and by "
             "load_state_dict(..., also=[...]) the states of ranks that no longer exist"
         )
-    warnings.warn(message, stacklevel=6)
+    return message
+
+
+def _warn(message: str) -> None:
+    """Warn at the line of the program that has called load_state_dict(). Rules have methods and decorators in between."""
+    modules = (frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_stack(sys._getframe()))
+    inside = takewhile(("gradwire", "contextlib").__contains__, modules)
+    warnings.warn(message, stacklevel=1 + len([*inside]))
 
 
 def has_residuals(part: Any) -> bool:
