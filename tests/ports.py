@@ -15,7 +15,7 @@ def unused_port() -> int:
     for _ in range(100):
         with socket.socket() as program:
             try:
-                program.bind(("", port := random.choice(PORTS)))
+                program.bind(("", port := random.SystemRandom().choice(PORTS)))
             except OSError:
                 continue
             return port

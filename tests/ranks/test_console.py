@@ -15,7 +15,7 @@ from gradwire.trainer.__main__ import main
 from tests.harness import wide, wide_rows
 from tests.interpreter import python
 from tests.pages import ROOT
-from tests.ranks.test_init import unused_port
+from tests.ports import unused_port
 
 DEADLINE_S = 60.0
 INTERPRETER = sys.executable

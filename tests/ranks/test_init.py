@@ -1,12 +1,11 @@
 """Joining and leaving the world as a user's script does: again and again, and where nobody answers."""
 
 import os
-import random
 import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.interpreter import FINALIZE, python
 from tests.pages import ROOT
+from tests.ports import unused_port
 from tests.ranks.programs import ended, launch_text, start
 
 SIZE = 3
@@ -62,15 +62,6 @@ def listener() -> Iterator[socket.socket]:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         yield listening
-
-
-def unused_port() -> int:
-    """Return a port at which nobody listens, below those that the system deals out, or another test might get it."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32768)
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return port
 
 
 def comes_in_vain(rank: int, port: int) -> subprocess.Popen[str]:

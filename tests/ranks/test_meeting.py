@@ -26,8 +26,8 @@ from gradwire.trainer.world.world import start_torch_distributed
 from tests.harness import EXCHANGE_TIMEOUT_S, World, wide_rows
 from tests.interpreter import python
 from tests.pages import ROOT
+from tests.ports import unused_port
 from tests.ranks.programs import start
-from tests.ranks.test_init import unused_port
 from tests.soak.faults import KILLED, STOPPED
 from tests.soak.meetings import (
     COMMUNICATOR,

@@ -20,7 +20,8 @@ from gradwire.trainer.tools.check import __main__ as command
 from gradwire.trainer.tools.check import lines, links, machine, ranks
 from gradwire.trainer.tools.check.machine import Finding
 from tests.harness import wait_until
-from tests.ranks.test_init import listener, unused_port
+from tests.ports import unused_port
+from tests.ranks.test_init import listener
 
 GREETING = b'"gradwire check 3"\n'
 
