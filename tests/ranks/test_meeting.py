@@ -67,7 +67,7 @@ def judged(world: World, directory: Path, fault: MeetingFault) -> list[str]:
         (STOPPED, 250, INIT, 0),
         (NO_THREADS, 10, COMMUNICATOR, 0),
         (RAISES, 10, COMMUNICATOR, 1),
-        (NO_DESCRIPTORS, 200, INIT, 0),
+        (NO_DESCRIPTORS, 220, INIT, 0),
         *wide_rows(
             (KILLED, AFTER, INIT, 2),
             (KILLED, AFTER, COMMUNICATOR, 0),
