@@ -66,10 +66,14 @@ def draw(rows: Sequence[ShareRow], meta: Mapping[str, Any], path: Path) -> None:
     named = ((MEASURED, OURS, "o"), (DDP, OTHERS[1], "s"))
     for name, color, marker in named:
         panel.plot([of[name].share], [of[name].samples_per_s], color=color, marker=marker, markersize=7)
-    labels = {MEASURED: "BatchShares", DDP: "DDP", ALONE: "sum of the ranks without an exchange"}
-    for name, label in labels.items():
+    labels = {
+        MEASURED: ("BatchShares", (-7, -3), "right"),  # below the line of ALONE, which it nearly reaches
+        DDP: ("DDP", (6, 6), "left"),
+        ALONE: ("sum of the ranks without an exchange", (6, 6), "left"),
+    }
+    for name, (label, offset, side) in labels.items():
         place = (0 if name == ALONE else of[name].share, of[name].samples_per_s)
-        panel.annotate(label, place, (6, 6), textcoords="offset points", fontsize=8, color=INK)
+        panel.annotate(label, place, offset, textcoords="offset points", ha=side, fontsize=8, color=INK)
     dress(panel, "share of the slow rank", "samples per second")
     panel.set_xlim(0, max(share for share, _ in fixed) * 1.15)
     panel.set_ylim(0, of[ALONE].samples_per_s * 1.15)
