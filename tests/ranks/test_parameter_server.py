@@ -49,7 +49,9 @@ def weight_of(rank: int) -> float:
     return 1.0 + rank
 
 
-def train(model: nn.Module, optimizer: hvd.servers.ParameterServer, steps: range, scheduler: Any = None) -> None:
+def train(
+    model: nn.Module, optimizer: hvd.servers.ParameterServer, steps: Iterable[int], scheduler: Any = None
+) -> None:
     for step in steps:
         optimizer.zero_grad()
         loss_of(model, batch_of(step, hvd.rank(), torch.float64)).backward()
