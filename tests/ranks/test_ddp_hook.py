@@ -231,6 +231,7 @@ def test_a_backward_that_fails_leaves_no_rank_waiting() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.wide
 def test_a_compiled_training_step() -> None:
     """torch calls the hook and the backend inside of what it compiles."""
     group = dist.new_group(backend="gradwire")
