@@ -245,7 +245,7 @@ def test_passes_that_the_program_discards_do_not_count(discard: str) -> None:
 
 @on_ranks(2)
 def test_passes_whose_gradients_are_zero_count() -> None:
-    """As those of a hinge loss, when every sample is beyond the margin."""
+    """A hinge loss has such gradients if every sample is beyond the margin."""
     model, rank = Scale(backward_passes_per_step=3), hvd.rank()
     model.push(0.0, (4, 2)[rank])
     model.optimizer.weigh(50)
@@ -638,7 +638,8 @@ def test_ddp_counts_passes_whose_gradients_are_zero_unless_they_are_discarded() 
             module.zero_grad(set_to_none=False)
         hook.weigh((1, 3)[dist.get_rank()])
         ddp(torch.full((1, 1), (3.0, 5.0)[dist.get_rank()])).sum().backward()
-        assert float(module.weight.grad) == pytest.approx(expected)  # type: ignore[arg-type]
+        assert module.weight.grad is not None
+        assert module.weight.grad.item() == pytest.approx(expected)
     hook.close()
 
 

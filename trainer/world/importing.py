@@ -1,4 +1,4 @@
-"""Whether this process only imports the script: no rank, and nothing else, may begin there."""
+"""Refuses calls in a process that only imports the script, such as a DataLoader's worker: no rank may begin there."""
 
 from __future__ import annotations
 

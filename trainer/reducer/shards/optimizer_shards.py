@@ -59,8 +59,8 @@ class OptimizerShards:
         self._cut: list[Tensor] = []
         self._of: dict[Tensor, Shard] = {}
         self.removed = WeakTensorKeyDictionary()
-        """For each parameter that has left the param groups, its ranges and the state of its shard, for as long as the program
-        can put it back."""
+        """The ranges and the state of the shard of each parameter that has left the param groups: the program may put the
+        parameter back, as long as it keeps it."""
         self._others: list[tuple[str, Shard]] = []
         """The names and shards of the optimizer's parameters that are in no bucket, by name, as on the other ranks."""
         self._stepped: list[Shard] = []
